@@ -6,6 +6,7 @@ What a framework raises is translated in one place (`Stager`), always with the f
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TypeVar
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "XferError",
+    "add_note",
     "anew",
     "said",
 ]
@@ -93,3 +95,9 @@ def said(error: BaseException) -> str:
         return repr(error)
     except BaseException:
         return type(error).__name__
+
+
+def add_note(error: BaseException, words: str) -> None:
+    """Add a note to any error. One that has notes of its own kind, or lets nothing be set, is told without it."""
+    with suppress(Exception):
+        error.add_note(words)

@@ -146,6 +146,39 @@ def test_a_copy_that_fails_is_told_and_leaves_nothing(stager: Stager, tmp_path: 
     at_rest(stager)
 
 
+class Frozen(Exception):
+    """Of which no attribute can be set, as with frozen dataclasses; to compare two of them fails, as where they have arrays."""
+
+    __hash__ = None  # type: ignore[assignment]  # As of what can be compared.
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} is frozen")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("the truth value is ambiguous")
+
+
+def test_no_file_is_published_where_an_error_cannot_be_changed(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        try:
+            raise Frozen("the first")
+        except Frozen:
+            raise Frozen("the second") from Frozen("another")
+
+    array = there(stager, np.ones(MIB, np.uint8))
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(ByteReader, "read_row", failing)
+    with pytest.raises(Frozen, match="the second"):
+        xferlib.save(path, array, stager).result(20)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    only(tmp_path, "a.npy")
+    at_rest(stager)
+
+
 def test_others_stop_when_one_has_failed(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = there(stager, np.zeros(20 * MIB, np.uint8))
     write, failed, written = TemporaryFile.write, threading.Event(), []

@@ -63,6 +63,24 @@ class DisguisedError(Exception):
         return str, ("a text",)
 
 
+class FarError(Exception):
+    """An exception that can be made in its own process alone: elsewhere something else comes out."""
+
+    def __reduce__(self) -> tuple[Any, tuple[int, str]]:
+        return _at_home, (os.getpid(), str(self))
+
+
+def _at_home(process: int, words: str) -> Any:
+    return FarError(words) if os.getpid() == process else words
+
+
+class FrozenError(Exception):
+    """An exception of which no attribute can be set, as those of frozen dataclasses, and which takes no notes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} is frozen")
+
+
 @dataclass
 class Batch:
     """A batch of a class of its own, which a worker meets for the first time in what it is sent."""
@@ -201,6 +219,10 @@ def fail(task: Any, slot: Any) -> None:
         raise StubbornError(1, 2)
     if task == "disguised":
         raise DisguisedError("in here")
+    if task == "far":
+        raise FarError("over there")
+    if task == "frozen":
+        raise FrozenError("solid")
     if task == "stop":
         raise StopIteration("no more")
     if task == "exit":

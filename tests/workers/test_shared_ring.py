@@ -284,13 +284,35 @@ def test_tasks_that_fail_take_no_slot_with_them(pair: SharedRing) -> None:
     [
         ("stubborn", "StubbornError: 1 and 2"),
         ("disguised", "DisguisedError: in here"),
+        ("far", "FarError: over there"),
         ("stop", "StopIteration"),
         ("exit", "enough"),
     ],
 )
 def test_what_cannot_be_raised_here_is_raised_in_words(pair: SharedRing, task: str, words: str) -> None:
+    run = pair.run(fills.fail, [task, "none"], workers=2)
     with pytest.raises(WorkerError, match=words):
-        next(pair.run(fills.fail, [task], workers=2))
+        next(run)
+    assert first(next(run)) == 1
+
+
+def test_an_error_to_which_nothing_can_be_added_is_raised_as_it_is(pair: SharedRing) -> None:
+    run = pair.run(fills.fail, ["frozen", "none"], workers=1)
+    with pytest.raises(fills.FrozenError, match="solid") as caught:
+        next(run)
+    assert 'raise FrozenError("solid")' in str(caught.value.__cause__)
+    assert first(next(run)) == 1
+
+
+def test_a_task_whose_error_takes_no_notes_is_the_only_one_that_is_lost(pair: SharedRing) -> None:
+    class Unsendable:
+        def __reduce__(self) -> str:
+            raise fills.FrozenError("stays here")
+
+    run = pair.run(fills.fail, [Unsendable(), "none"], workers=1)
+    with pytest.raises(fills.FrozenError, match="stays here"):
+        next(run)
+    assert first(next(run)) == 1
 
 
 def test_a_return_value_that_is_not_in_the_slot_is_an_error(pair: SharedRing) -> None:

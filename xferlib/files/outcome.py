@@ -96,14 +96,16 @@ class Outcome:
     def fail(self, error: BaseException) -> None:
         """Say that there will be no file, and why, unless something else was said before."""
         known = error if isinstance(error, Exception) else RuntimeError(f"the save was cut off: {said(error)}")
+        # First: whatever follows, no file that lacks something gets its name.
+        self._verdict.setdefault(None, known)
+        self.stop.open()
         if isinstance(known, OSError) and known.errno is not None and known.filename is None:
             # The system says of no write to which file it was.
             known.filename = str(self.file)
         # Their frames would hold memory for as long as the handle.
         for one in _chain(known):
-            one.__traceback__ = None
-        self._verdict.setdefault(None, known)
-        self.stop.open()
+            # Errors may be anybody's, and refuse that an attribute is set: those of a frozen dataclass do.
+            BaseException.with_traceback(one, None)
 
     def commit(self) -> bool:
         """Say that the file is getting its name: from here on nobody cancels it. False: something else was said before."""
@@ -164,7 +166,10 @@ def _chain(error: BaseException) -> list[BaseException]:
     """Return an error and those behind it: what it was raised from, and what was handled then."""
     found = [error]
     for one in found:
-        found += [behind for behind in (one.__cause__, one.__context__) if behind is not None and behind not in found]
+        for behind in (one.__cause__, one.__context__):
+            # Not `in`: to compare two errors is code of their class.
+            if behind is not None and all(behind is not other for other in found):
+                found.append(behind)
     return found
 
 

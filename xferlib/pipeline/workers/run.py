@@ -12,10 +12,11 @@ import reprlib
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.checks import uncopied
-from xferlib.errors import WorkerDiedError, WorkerError, anew
+from xferlib.errors import WorkerDiedError, WorkerError, add_note, anew
 from xferlib.ledger import reap_all
 from xferlib.pipeline.one_pass import OnePass
 from xferlib.pipeline.workers.layout import SlotTree
@@ -247,7 +248,7 @@ class Run(OnePass, Iterator[TreeT_co]):
                 data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
                 return Order(self._begin.run, number, NO_SLOT, data, f"{number} ({reprlib.repr(task)})")
             except Exception as error:
-                error.add_note(f"task {number} could not be sent to a worker")
+                add_note(error, f"task {number} could not be sent to a worker")
                 self._outcomes[number] = error
         return None
 
@@ -307,7 +308,7 @@ class Run(OnePass, Iterator[TreeT_co]):
             self._outcomes[order.number] = _InSlot(order.slot, None if parts is None else pickle.loads(parts))
         except Exception as error:
             self._slots.give_back(order.slot)
-            error.add_note(f"what fill gave beside its arrays could not be made here, for task {order.words}")
+            add_note(error, f"what fill gave beside its arrays could not be made here, for task {order.words}")
             self._outcomes[order.number] = error
 
     def _exited(self, ended: Exit) -> None:
@@ -344,14 +345,16 @@ def _error_of(stop: StopIteration) -> RuntimeError:
 
 
 def _error(raised: Raised, task: str) -> Exception:
-    error: Exception | None = None
+    made: object = None
     if raised.error is not None:
-        try:
-            error = pickle.loads(raised.error)
-        except Exception:
-            error = None
-    if error is None:
-        error = WorkerError(f"fill raised {raised.words}")
-    error.add_note(f"raised by fill in a worker, for task {task}")
-    error.__cause__ = WorkerTraceback(raised.traceback)
+        with suppress(Exception):
+            made = pickle.loads(raised.error)
+    # It could be made in the worker, and perhaps not here.
+    error = made if isinstance(made, Exception) else WorkerError(f"fill raised {raised.words}")
+    add_note(error, f"raised by fill in a worker, for task {task}")
+    # Not by an assignment, which the error of a frozen dataclass refuses.
+    _CAUSE.__set__(error, WorkerTraceback(raised.traceback))
     return error
+
+
+_CAUSE: Any = BaseException.__dict__["__cause__"]

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from xferlib.errors import add_note
 from xferlib.pipeline.workers.channel import receive, send
 from xferlib.pipeline.workers.layout import Bytes, SlotTree, marked
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
@@ -133,7 +134,7 @@ def _sent(parts: SlotTree) -> bytes:
     try:
         return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        error.add_note("what fill gives beside its arrays could not be sent to the process that has the ring")
+        add_note(error, "what fill gives beside its arrays could not be sent to the process that has the ring")
         raise
 
 
@@ -144,7 +145,7 @@ def _nothing(task: Any, slot: Any) -> NoReturn:
 def _raised(error: BaseException) -> Raised:
     if error.__traceback__ is not None:
         # Without the frame of this file.
-        error.__traceback__ = error.__traceback__.tb_next
+        BaseException.with_traceback(error, error.__traceback__.tb_next)
     text = "".join(traceback.format_exception(error))
     if len(text) > LONGEST_TEXT:
         text = f"{text[: LONGEST_TEXT // 2]}\n...\n{text[-LONGEST_TEXT // 2 :]}"
