@@ -50,6 +50,8 @@ def test_faults_at_random_moments_hang_nothing_leave_nothing_and_give_no_wrong_b
     monkeypatch.setattr("xferlib.pipeline.background.CLOSE_SECONDS", PATIENCE)
     # It comes with the first spawned process, and stays.
     resource_tracker.ensure_running()
+    # And so do threads of the process with the first stager.
+    xferlib.stager("host").close()
     before = footprint()
     names = shared_names()
     plan = planned(seed, FAULTS)
