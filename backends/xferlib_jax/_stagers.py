@@ -96,6 +96,7 @@ def at_once(threads: Executor, call: Callable[[T], object], of: Iterable[T]) -> 
     things = list(of)
     left = iter(things)
     errors: list[BaseException] = []
+    over: SimpleQueue[None] = SimpleQueue()
 
     def work() -> None:
         # Each goes to one thread: the next of a list is taken in one step.
@@ -104,12 +105,16 @@ def at_once(threads: Executor, call: Callable[[T], object], of: Iterable[T]) -> 
                 call(thing)
             except BaseException as error:
                 errors.append(error)
+            over.put(None)
 
     begun: list[Future[None]] = []
     with suppress(RuntimeError):
         begun.extend(threads.submit(work) for _ in things[1:])
     work()
     wait(begun)
+    # What was refused for want of a thread is in the queue all the same, and a thread of an earlier call may have taken it.
+    for _ in things:
+        over.get()
     try:
         if errors:
             raise errors[0]

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -327,3 +328,30 @@ def test_a_forked_child_has_none_of_them() -> None:
         time.sleep(0.001)
     assert os.waitstatus_to_exitcode(status) == 0
     assert epoch().stagers == loop.stagers
+
+
+def test_a_thread_of_an_earlier_call_that_takes_part_unasked_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(thing: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            # The thread of the earlier call is free now, and finds what was refused for want of a thread.
+            earlier.set()
+            assert taken.wait(SECONDS)
+        else:
+            taken.set()
+            # Long enough for the other one to return, which it must not.
+            returned.wait(0.2)
+        done.append(thing)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    earlier, taken, returned = threading.Event(), threading.Event(), threading.Event()
+    done: list[str] = []
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(earlier.wait, SECONDS)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        _stagers.at_once(threads, call, ["one", "two"])
+        found = sorted(done)
+        returned.set()
+        monkeypatch.undo()
+    assert found == ["one", "two"]
