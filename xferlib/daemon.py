@@ -72,7 +72,7 @@ class Daemon(Generic[T]):
         """
         self.over = True
         self.inbox.put(None)
-        if self._running and not self.is_here():
+        if self._running:
             self._ended.wait(END_SECONDS)
 
     def _serve(self) -> None:

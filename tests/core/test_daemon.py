@@ -71,6 +71,79 @@ def test_a_daemon_that_fails_again_and_again_ends_with_the_interpreter() -> None
     """)
 
 
+def test_a_daemon_that_has_ended_is_not_started_again() -> None:
+    succeeds("""
+        from xferlib import daemon
+        begun = []
+        ended = daemon.Daemon("xferlib-late", lambda: None)
+        ended.end()
+        # Behind the last of Python's threads the system's call is refused.
+        daemon.start_new_thread = lambda run, arguments: begun.append(run)
+        ended.start()
+        assert not begun
+    """)
+
+
+def test_a_daemon_that_has_nothing_to_do_is_woken_for_its_end() -> None:
+    succeeds("""
+        import threading
+        from queue import SimpleQueue
+        from xferlib import daemon
+
+        class Inbox(SimpleQueue):
+            def get(self):
+                asleep.set()
+                return super().get()
+
+        def run() -> None:
+            while not served.over:
+                served.inbox.get()
+
+        asleep = threading.Event()
+        daemon.END_SECONDS = 60
+        served = daemon.Daemon("xferlib-idle", run)
+        served.inbox = Inbox()
+        served.start()
+        assert asleep.wait(5)
+    """)
+
+
+def test_a_child_does_nothing_of_what_its_parent_s_daemon_was_to_do() -> None:
+    said = succeeds("""
+        import os, threading
+        from xferlib.daemon import Daemon
+
+        def run() -> None:
+            while not served.over:
+                work = served.inbox.get()
+                if work is not None:
+                    work()
+
+        def stay() -> None:
+            begun.set()
+            gate.wait(5)
+
+        begun, gate, done = threading.Event(), threading.Event(), threading.Event()
+        served = Daemon("xferlib-parent", run)
+        served.start()
+        served.inbox.put(stay)
+        served.inbox.put(lambda: print("the parent's", os.getpid() == parent, flush=True))
+        parent = os.getpid()
+        assert begun.wait(5)
+        child = os.fork()
+        if child == 0:
+            served.start()
+            served.inbox.put(done.set)
+            assert done.wait(5)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gate.set()
+        served.inbox.put(done.set)
+        assert done.wait(5)
+    """)
+    assert said == "the parent's True\n"
+
+
 @pytest.mark.parametrize("error", [Speechless, Clinging])
 def test_an_error_that_cannot_be_shown_ends_no_dispatcher(error: type[BaseException]) -> None:
     def copy(*arguments: int) -> None:
