@@ -108,6 +108,23 @@ def test_a_daemon_that_has_nothing_to_do_is_woken_for_its_end() -> None:
     """)
 
 
+def test_a_stager_that_is_opened_behind_the_end_of_the_daemons_transfers_as_ever() -> None:
+    said = succeeds("""
+        import atexit, numpy as np
+
+        def late() -> None:
+            with xferlib.stager("host") as stager:
+                for nbytes in (10, 8 << 20):
+                    there = stager.put(np.ones(nbytes, np.uint8)).result()
+                    print(int(stager.get(there).result().sum()))
+
+        # Those of the library, which are registered later, come first.
+        atexit.register(late)
+        import xferlib
+    """)
+    assert said.split() == ["10", str(8 << 20)]
+
+
 def test_a_child_does_nothing_of_what_its_parent_s_daemon_was_to_do() -> None:
     said = succeeds("""
         import os, threading

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.core.fakes import WATCHDOG, on_thread
-from xferlib.latch import WAIT_SECONDS, Latch, is_copy_thread, note_copy_thread
+from xferlib import latch as latches
+from xferlib.latch import TURN_SECONDS, WAIT_SECONDS, Latch, Turn, is_copy_thread, is_over, note_copy_thread
 
 
 def test_all_who_wait_pass_when_it_opens() -> None:
@@ -43,3 +46,29 @@ def test_what_one_thread_notes_of_itself_is_said_of_no_other() -> None:
     assert on_thread(noted).result(WATCHDOG)
     assert not is_copy_thread()
     assert not on_thread(is_copy_thread).result(WATCHDOG)
+
+
+def test_what_has_failed_is_over_and_other_errors_are_raised() -> None:
+    def fails() -> bool:
+        raise OSError("the device is gone")
+
+    assert [is_over(lambda: True), is_over(lambda: False), is_over(fails), is_over(fails, OSError)] == [True, False, True, True]
+    with pytest.raises(OSError, match="gone"):
+        is_over(fails, (KeyError, ValueError))
+
+
+def test_a_thread_gives_way_once_for_each_turn_that_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [0.0], list[float]()
+
+    def give_way() -> None:
+        given.append(now[0])
+        # Others have had it for long.
+        now[0] += 100 * TURN_SECONDS
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(latches, "give_way", give_way)
+    turn = Turn()
+    for _ in range(5):
+        now[0] += 0.4 * TURN_SECONDS
+        turn.end_if_long()
+    assert given == [pytest.approx(1.2 * TURN_SECONDS)]

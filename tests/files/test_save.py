@@ -579,6 +579,14 @@ def test_a_tree_of_small_arrays_is_written_past_the_cache_as_far_as_it_can_be(
     assert any(is_direct for is_direct, *_ in seen)
 
 
+def test_a_large_file_is_written_with_less_memory_than_two_blocks_need(
+    stager: Stager, on_disk: tuple[Path, list[tuple[bool, int, int]]]
+) -> None:
+    folder, _ = on_disk
+    array = bits((300_001,), np.dtype(np.uint8))
+    same(np.load(xferlib.save(folder / "a.npy", there(stager, array), stager, memory=2 * BORDER).result(20)), array)
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT])
 def test_memory_or_files_that_are_not_for_direct_writes_go_by_the_cache(
     stager: Stager, on_disk: tuple[Path, list[tuple[bool, int, int]]], code: int, monkeypatch: pytest.MonkeyPatch

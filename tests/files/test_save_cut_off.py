@@ -508,3 +508,22 @@ def test_a_program_ends_though_a_daemon_saves_for_ever(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"a{number}.npy" for number in range(len(names))}
+
+
+def test_a_save_that_begins_while_the_program_ends_is_refused(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end has looked for saves, and would wait for none that comes behind."""
+    hand_over = ByteReader.hand_over
+
+    def late(reader: ByteReader) -> None:
+        hand_over(reader)
+        monkeypatch.setattr(outcome, "_over", True)
+
+    monkeypatch.setattr(ByteReader, "hand_over", late)
+    array = there(stager, np.zeros(MIB, np.uint8))
+    with pytest.raises(xferlib.ClosedError, match="this program ends"):
+        xferlib.save(tmp_path / "a.npy", array, stager)
+    assert not outcome._found()
+    only(tmp_path)
+    at_rest(stager)
