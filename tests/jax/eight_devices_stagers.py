@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -355,3 +356,24 @@ def test_a_thread_of_an_earlier_call_that_takes_part_unasked_is_waited_for(monke
         returned.set()
         monkeypatch.undo()
     assert found == ["one", "two"]
+
+
+def test_an_error_of_one_of_several_things_keeps_none_of_them() -> None:
+    class Thing:
+        pass
+
+    def call(thing: Thing) -> None:
+        raise ValueError("broken on purpose")
+
+    def attempt() -> list[weakref.ref[Thing]]:
+        things = [Thing(), Thing()]
+        with ThreadPoolExecutor(1) as threads, pytest.raises(ValueError, match="on purpose"):
+            _stagers.at_once(threads, call, things)
+        return [weakref.ref(thing) for thing in things]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [thing() for thing in attempt()] == [None, None]
+    finally:
+        gc.enable()
