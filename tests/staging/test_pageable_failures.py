@@ -11,6 +11,8 @@ import pytest
 
 import xferlib
 from tests.core.fakes import Gated, held, on_thread, tampered
+from xferlib.engine.jobs import Job
+from xferlib.engine.lanes import Lane
 from xferlib.staging.profile import StagingProfile
 
 MIB = 1 << 20
@@ -125,3 +127,25 @@ def test_close_gives_back_what_a_lent_put_used() -> None:
     closing.result(SECONDS)
     calls = gated.backend.inner.memory.calls()
     assert calls.pinned_frees == calls.pinned_allocations > 0
+
+
+@pytest.mark.parametrize("borrow", [False, True])
+def test_what_is_interrupted_on_its_way_to_give_a_put_up_keeps_no_close_waiting(
+    monkeypatch: pytest.MonkeyPatch, *, borrow: bool
+) -> None:
+    def refuse(lane: Lane, job: Job, pieces: object) -> None:
+        # As where the engine has no memory for it.
+        lane.jobs[job.id] = job
+        raise xferlib.XferError("refused on purpose")
+
+    def interrupted(job: Job) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    stager = xferlib.stager("host")
+    monkeypatch.setattr(Lane, "submit", refuse)
+    monkeypatch.setattr(Job, "abandon", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stager.put(np.zeros(8 << 20, np.uint8), borrow=borrow)
+    assert stager.put(np.ones(8 << 20, np.uint8)).result().all()
+    on_thread(stager.close).result(20)

@@ -7,6 +7,7 @@ import select
 
 import pytest
 
+from tests.core.fakes import WATCHDOG, on_thread
 from xferlib.pipeline.workers.pool import WakeupFd
 
 
@@ -61,3 +62,15 @@ def test_one_that_is_closed_touches_no_descriptor(touched: list[tuple[str, int]]
     wakeup.wake()
     wakeup.close()
     assert touched == []
+
+
+def test_a_finalizer_in_the_middle_of_it_may_wake_and_close_it() -> None:
+    wakeup = WakeupFd()
+
+    def finalized() -> int:
+        with wakeup._lock:
+            wakeup.wake()
+            wakeup.close()
+            return wakeup.number
+
+    assert on_thread(finalized).result(WATCHDOG) == -1
