@@ -285,6 +285,20 @@ def test_a_file_that_is_closed_is_read_through_its_mapping(stager: Stager, path:
     assert got.tobytes() == path.read_bytes()[MIB : 3 * MIB]
 
 
+def test_a_transfer_that_is_kept_keeps_no_file_mapped(stager: Stager, path: Path) -> None:
+    with path.open("rb") as stream:
+        raw = mapped(stream)
+        found = file_of(raw)
+        assert found is not None
+        pages = weakref.ref(found)
+        transfer = stager.put(raw[: 4 << 20], borrow=True)
+        del raw, found
+        transfer.synchronize()
+        # The thread that calls the device lets go of the job a moment later.
+        assert until(lambda: pages() is None)
+    assert transfer.value.nbytes == 4 << 20
+
+
 def test_a_file_that_loses_a_few_bytes_meanwhile_is_an_error(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than a page has: a mapping would have zeros there."""
     monkeypatch.setattr(load_module, "PIECE", 5 * MIB)

@@ -69,7 +69,7 @@ class Job:
         device: The memory of the caller's on the device that it reads.
         kept: Held until it has finished.
         sources: Arrays that it reads, held until they are staged.
-        file: Where sources lie in the mapping of this file, the engine reads them from the file itself. Until it is submitted.
+        file: Where sources lie in the mapping of this file, the engine reads them from the file itself.
         after: An event that its lane waits for before its first copy.
         beside: An event that must be reached, too, before it is done.
         event: The event behind its last copy, once that is issued.

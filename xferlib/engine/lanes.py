@@ -160,7 +160,6 @@ class Lane:
         if status != OK:
             raise XferError("the interpreter ends" if status == STOPPED else f"the engine refused a transfer ({status})")
         job.submitted = True
-        job.file = None
 
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""
