@@ -90,6 +90,28 @@ def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) 
     assert backend.locked == {}
 
 
+def test_much_memory_takes_fewer_mappings_of_which_a_process_may_have_only_so_many(
+    backend: Locking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_pieces_of(host: HostPages, nbytes: int) -> list[int]:
+        (address,) = host.map((nbytes,))
+        kept.append((host, address))
+        return [piece.end - piece.start for piece in mappings(address, nbytes)]
+
+    kept: list[tuple[HostPages, int]] = []
+    monkeypatch.setattr(pages, "MOST_MAPPINGS", 8)
+    monkeypatch.setattr(pages, "_of_process", {})
+    # Nothing is touched. It is counted for all pools together, and no more of what is free again.
+    assert in_pieces_of(HostPages(backend), 64 * MIB) == [8 * MIB] * 8
+    assert in_pieces_of(HostPages(backend), 64 * MIB) == [16 * MIB] * 4
+    assert in_pieces_of(HostPages(backend), 65 * MIB) == [26 * MIB, 26 * MIB, 13 * MIB]
+    for host, address in kept:
+        host.free(address)
+    kept.clear()
+    assert in_pieces_of(HostPages(backend), 64 * MIB) == [8 * MIB] * 8
+    kept[0][0].free(kept[0][1])
+
+
 def test_memory_that_is_mapped_together_is_freed_one_by_one(backend: Locking) -> None:
     host = HostPages(backend)
     sizes = [3 * MIB, HUGE, 4096, 5 * MIB + 4096, 48 * MIB]

@@ -40,6 +40,9 @@ LEAST_MAPPING_NBYTES, MOST_MAPPING_NBYTES = 4 << 20, 8 << 20
 """Bytes of one mapping of several side by side, at least and at most. Each costs a system call. Twelve threads of an H100 machine
 that wrote to 4 GiB of new memory, one piece of 2 MiB after the other, wrote 5.3 GB/s to mappings of 64 MiB, 8.8 to such of 14,
 15.6 to such of 8 and 16.3 to such of 4."""
+MOST_MAPPINGS = 4096
+"""For so many they are as small as that. The more memory the process has of us, the larger are those that follow: the kernel lets
+it have 65,530 in all (`vm.max_map_count`), and everything else wants some. 2 TiB take 22,000."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
 AVAILABLE_SECONDS = 0.1
@@ -129,6 +132,7 @@ class HostPages:
             addresses = _map(sizes)
         except OSError as error:
             raise _refused(total, error) from error
+        _of_process.update(zip(addresses, sizes, strict=True))
         self._mapped.update(zip(addresses, sizes, strict=True))
         return addresses
 
@@ -157,6 +161,7 @@ class HostPages:
 
     def _unmap(self, address: int) -> None:
         nbytes = self._mapped.pop(address)
+        _of_process.pop(address, None)
         # If this raised, it would look as if the memory was still locked and could be given out again.
         with suppress(OSError):
             _unmap(address, nbytes)
@@ -181,6 +186,8 @@ def _check_available(nbytes: int, taken: int) -> None:
     _available = seen, left - nbytes
 
 
+_of_process: dict[int, int] = {}
+"""The bytes that are mapped for all pools, by address."""
 _available = (0.0, 0)
 """When the system was asked how much is available, and how much is left of that since. It never grows: what is given back does not
 count."""
@@ -224,7 +231,9 @@ def _map(sizes: Sequence[int]) -> list[int]:
 
 def _fill(addresses: Sequence[int], sizes: Sequence[int]) -> None:
     """Map pages over a reserved range."""
-    step = _step(sum(sizes))
+    total = sum(sizes)
+    few = -(-(total + sum(list(_of_process.values()))) // (MOST_MAPPINGS * HUGE)) * HUGE
+    step = max(few, _step(total))
     for address, nbytes in zip(addresses, sizes, strict=True):
         for start, size in _parts(address, nbytes, step):
             _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)

@@ -11,6 +11,9 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, PROC_MAPS, NUMA = (
 REGISTERED, SEGMENTS = "xferlib/memory/registered.py", "xferlib/memory/segments.py"
 
 MUTANTS = [
+    (PAGES, "step = max(few, _step(total))", "step = _step(total)"),
+    (PAGES, "few = -(-(total + sum(list(_of_process.values()))) //", "few = -(-total //"),
+    (PAGES, "        _of_process.pop(address, None)\n", ""),
     (POOL, "elif collected and waits and looks < MOST_LOOKS and self.", "elif False and self."),
     (POOL, " and self._segments.used_nbytes > self._segments.arrays_nbytes:\n", ":\n"),
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
