@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import safetensors.numpy
 
 import xferlib
+from tests.core.fakes import succeeds
 from xferlib.stager import Stager
 
 
@@ -202,6 +205,25 @@ def test_a_file_that_is_missing_is_named_with_what_it_should_have(stager: Stager
     with pytest.raises(FileNotFoundError, match=r"no file has a name of this pattern: '.*other-\*\.safetensors'"):
         xferlib.load(tmp_path / "other-*.safetensors", stager)
     assert stager.stats().h2d_nbytes == 0
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_more_files_than_a_process_may_have_open_are_called_no_damaged_ones(tmp_path: Path, spare: int) -> None:
+    for number in range(40):
+        safetensors.numpy.save_file({f"w{number}": np.zeros(3, np.float32)}, tmp_path / f"m-{number:02}.safetensors")
+    said = succeeds(f"""
+        import os, resource, xferlib
+        with xferlib.stager("host") as stager:
+            xferlib.load({str(tmp_path / "m-00.safetensors")!r}, stager)
+            before = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (30 + {spare}, 30 + {spare}))
+            try:
+                xferlib.load({str(tmp_path / "m-*.safetensors")!r}, stager)
+            except OSError as error:
+                print(error)
+            assert len(os.listdir("/proc/self/fd")) == before
+    """)
+    assert re.fullmatch(rf"\[Errno {errno.EMFILE}\] Too many open files: '{tmp_path}/m-\d\d\.safetensors'\n", said)
 
 
 def test_links_out_of_the_folder_are_followed_as_in_caches_of_downloads(stager: Stager, tmp_path: Path) -> None:

@@ -368,9 +368,18 @@ def _tensors(file: Path, opened: Path) -> tuple[dict[str, Tensor], dict[str, str
 
     def describe() -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
         # It checks lengths and shapes, and that the tensors fill the file to its end without gap or overlap.
-        with safe_open(opened, framework="numpy") as reader:
-            heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
-            return [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads], reader.metadata() or {}
+        try:
+            with safe_open(opened, framework="numpy") as reader:
+                heads = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
+                return [(name, head.get_dtype(), tuple(head.get_shape())) for name, head in heads], reader.metadata() or {}
+        except FileNotFoundError:
+            # It says so whatever keeps it from opening a file, and this one is open: the process may have no more of them.
+            try:
+                opened.open("rb").close()
+            except OSError as refused:
+                refused.filename = str(file)
+                raise
+            raise
 
     described, metadata = _read(file, describe)
     sizes = [_nbytes(file, kind, shape) for _, kind, shape in described]
