@@ -457,7 +457,8 @@ def test_an_interrupt_at_any_point_loses_the_short_way_for_no_longer_than_a_get(
             assert len(small._idle) == 1
             if not cut:
                 break
-        assert point > 20
+        # The newest interpreters let an interrupt in at fewer points.
+        assert point > 10
         stager._ledger.reap()
         stager.trim()
         assert not stager._pool.nbytes
