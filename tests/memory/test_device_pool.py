@@ -1007,10 +1007,14 @@ def test_a_stream_outlives_the_stager_that_it_dies_with_in_a_cycle() -> None:
     assert ended == [None]
 
 
-def test_blocks_that_a_tree_lacks_are_allocated_by_one_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the first one. An interrupt comes to the main thread alone, which is this one."""
+@pytest.mark.parametrize("idle", [0, 2])
+def test_blocks_that_a_tree_lacks_are_allocated_by_one_other_thread(monkeypatch: pytest.MonkeyPatch, idle: int) -> None:
+    """But for the first one, if none is idle. An interrupt comes to the main thread alone, which is this one. An idle block stands
+    for one of those that are wanted, and not for all of its size."""
     threads: list[threading.Thread] = []
     with xferlib.stager("host") as stager:
+        before = [stager.put(np.zeros(MIB, np.uint8)).result(WATCHDOG) for _ in range(idle)]
+        del before
         real = stager.backend.alloc_device
 
         def alloc_device(nbytes: int) -> DeviceBlock:
@@ -1021,12 +1025,12 @@ def test_blocks_that_a_tree_lacks_are_allocated_by_one_other_thread(monkeypatch:
         leaves = [np.full(MIB, number, np.uint8) for number in range(6)]
         got = stager.put(leaves).result(WATCHDOG)
         assert all(np.array_equal(array, leaf) for array, leaf in zip(got, leaves, strict=True))
-        assert len(threads) == 6
-        assert len(set(threads)) == 2
+        assert len(threads) == 6 - idle
+        assert len(set(threads)) == (1 if idle else 2)
         assert threading.current_thread() not in threads
         del got
         stager.put(leaves).result(WATCHDOG)
-        assert len(threads) == 6
+        assert len(threads) == 6 - idle
 
 
 def test_a_tree_that_does_not_fit_gives_back_the_blocks_it_has() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
@@ -119,8 +119,8 @@ class DevicePool(Table):
 
     def lacks(self, sizes: Iterable[int]) -> bool:
         """Tell whether two or more of these blocks will have to be allocated, as far as can be told without the lock."""
-        missing = [size for size in sizes if not ((idle := self._idle.get(size_class(size))) and (idle.free or idle.behind))]
-        return len(missing) > 1
+        wanted = Counter(map(size_class, sizes))
+        return sum([max(0, count - len(self._idle.get(size, ()))) for size, count in wanted.items()]) > 1
 
     def owns(self, source: Source) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""
