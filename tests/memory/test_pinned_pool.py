@@ -497,9 +497,9 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
         done()
         ask()
 
-    def end(number: int, done: Callable[[int], bool] = pool._end) -> bool:
+    def end(number: int, behind: list[Any], done: Callable[[int, list[Any]], bool] = pool._end) -> bool:
         ask()
-        return done(number)
+        return done(number, behind)
 
     def ask() -> None:
         asked.append(None)

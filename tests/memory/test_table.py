@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ class Counter(Table):
     def _mend(self) -> None:
         return
 
-    def _end(self, number: int) -> bool:
+    def _end(self, number: int, behind: list[Any]) -> bool:
         return self.rows.pop(number, None) is not None
 
 

@@ -373,7 +373,7 @@ class PinnedPool(Table):
     def _mend(self) -> None:
         self._segments.derive()
 
-    def _end(self, number: int) -> bool:
+    def _end(self, number: int, behind: list[Any]) -> bool:
         return self._segments.take_back(number)
 
     def _wait(self) -> bool:

@@ -115,8 +115,9 @@ class Table(ABC):
                 if torn or not self._nothing_new():
                     # All in line: a call fewer, and on the path of every small put.
                     pending = self._returns.pending()
+                    behind: list[Any] = []
                     for number in pending.copy():
-                        if not self._end(number):
+                        if not self._end(number, behind):
                             self._give_up(number)
                         # Only now: a number that an interrupt leaves in the middle comes again.
                         pending.popleft()
@@ -199,5 +200,8 @@ class Table(ABC):
         """Derive anew what follows from the rows."""
 
     @abstractmethod
-    def _end(self, number: int) -> bool:
-        """Take back the row that nobody holds any more. False: there is no row of this number."""
+    def _end(self, number: int, behind: list[Any]) -> bool:
+        """Take back the row that nobody holds any more. False: there is no row of this number.
+
+        `behind`: for what rows that are taken back in one step have in common; empty at first. Nobody held any of them before.
+        """

@@ -41,11 +41,9 @@ MUTANTS = [
     ),
     (DEVICE, "                    break\n        return None\n", "                    pass\n        return None\n"),
     (DEVICE, "list(row.streams.values()), tuple(row.streams)\n", "list(row.streams.values()), NOBODY\n"),
-    (
-        DEVICE,
-        "                row.fence = self._retire(streams)",
-        "                row.fence = self._retire(streams[:1])",
-    ),
+    (DEVICE, "                    row.fence = self._retire(streams)", "                    row.fence = self._retire(streams[:1])"),
+    (DEVICE, "                if streams:\n", "                if False:\n"),
+    (DEVICE, "                    if not behind:\n    ", "                    if True:\n    "),
     (
         DEVICE,
         "        row.lease, row.readers, row.streams, row.since = None, readers, {}, self._changes",
