@@ -241,6 +241,8 @@ class HostToDevice:
                 [place.address for place in overwritten], sources, range(len(overwritten)), overwritten, overwritten
             )
         try:
+            if into is None:
+                self._blocks.settle_posted()
             value = self._made(packing, leases, spec, event) if into is None else into
             note_stream = streams.__setitem__ if into is None else partial(self._note_stream, overwritten)
             transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
@@ -287,7 +289,7 @@ class HostToDevice:
             self._copy_pinned(addresses, sources, packing.numbers, pinned, staged)
             # The leases are held until then: otherwise a block could be used again before its last copy is started, which would
             # then overwrite it.
-            copy = self._staging.borrow(staged, until_started=leases, beside=pinned)
+            copy = self._staging.borrow(staged, until_started=leases, beside=pinned, meanwhile=self._blocks.settle_posted)
         except BaseException:
             self._h2d.quiesce((pinned, leases), pinned)
             raise
@@ -308,13 +310,18 @@ class HostToDevice:
         return transfer
 
     def _leases(self, packing: Packing, streams: Streams) -> list[Lease]:
-        # The first one here, and what a finalizer of somebody else's asks for inside of the pool is refused.
+        # Here, and what a finalizer of somebody else's asks for inside of the pool is refused.
         sizes = packing.sizes
-        leases = [self._blocks.lease(sizes[0], streams)]
-        if len(sizes) > 2 and self._blocks.lacks(sizes[1:]):
+        leases = self._blocks.lease_idle(sizes, streams)
+        if len(leases) < len(sizes):
+            # This makes idle what has come back since.
+            leases.append(self._blocks.lease(sizes[len(leases)], streams))
+            leases += self._blocks.lease_idle(sizes[len(leases) :], streams)
+        missing = sizes[len(leases) :]
+        if len(missing) > 1 and self._blocks.lacks(missing):
             # For each block that is allocated the main thread waits for another one: so once for all of them. What has to be waited
             # for is waited for here: another thread would wait for a reader of this one's, too.
-            leases += uninterrupted(self._blocks.lease_at_once, sizes[1:], streams)
+            leases += uninterrupted(self._blocks.lease_at_once, missing, streams)
         for size in sizes[len(leases) :]:
             leases.append(self._blocks.lease(size, streams))
         return leases

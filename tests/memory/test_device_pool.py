@@ -125,6 +125,73 @@ def test_the_first_idle_block_whose_readers_are_done_is_taken() -> None:
     assert blocks.take(MIB) is taken[1]
 
 
+def test_idle_blocks_are_leased_in_one_step_and_nobody_is_asked_about_readers_before() -> None:
+    device = Device()
+    blocks = cache(device)
+    leases = [blocks.lease(nbytes, {}) for nbytes in (MIB, MIB, 2 * MIB)]
+    made = [lease[0] for lease in leases]
+    leases = leases[2:]
+    blocks.settle_posted()
+    assert len(device.retired) == 1
+    leases.clear()
+    # The second is of a size of which none is idle yet, and what stands behind it waits for its turn.
+    found = blocks.lease_idle([MIB, 2 * MIB, MIB], {})
+    assert [lease[0] in made[:2] for lease in found] == [True]
+    assert len(device.retired) == 1
+    blocks.settle_posted()
+    assert [lease[0] for lease in blocks.lease_idle([2 * MIB], {})] == made[2:]
+    assert (len(device.retired), device.made) == (2, made)
+
+
+def test_leasing_idle_blocks_mends_what_an_interrupt_has_torn_and_settles_what_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    blocks = cache(device)
+    leases = [blocks.lease(MIB, {})]
+    leases.clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(blocks, "_end", lambda number, behind: (_ for _ in ()).throw(KeyboardInterrupt))
+        blocks.settle_posted()
+    assert [lease[0] for lease in blocks.lease_idle([MIB], {})] == device.made
+
+
+def test_an_interrupt_while_idle_blocks_are_leased_leaves_them_idle() -> None:
+    device = Device()
+    blocks = cache(device)
+    leases = [blocks.lease(nbytes, {}) for nbytes in (MIB, 2 * MIB)]
+    leases.clear()
+    blocks.settle_posted()
+
+    class Interrupted(dict[int, Any]):
+        """Leases of which the second is not entered, though its block is idle no more."""
+
+        def __setitem__(self, number: int, row: Any) -> None:
+            if self:
+                raise KeyboardInterrupt
+            super().__setitem__(number, row)
+
+    with pytest.raises(KeyboardInterrupt):
+        blocks._leased = Interrupted()
+        blocks.lease_idle([MIB, 2 * MIB], {})
+    assert [blocks.lease(nbytes, {})[0] for nbytes in (MIB, 2 * MIB)] == device.made
+
+
+def test_leasing_idle_blocks_is_refused_in_a_finalizer_inside_another_step() -> None:
+    device = Device()
+    blocks = cache(device)
+    lease = blocks.lease(MIB, {})
+    refused: list[bool] = []
+
+    def ask() -> None:
+        try:
+            blocks.lease_idle([MIB], {})
+        except AllocationError:
+            refused.append(blocks.entered)
+
+    blocks._step(ask)
+    assert refused == [True]
+    del lease
+
+
 def test_blocks_that_come_back_together_have_one_fence() -> None:
     """A tree has one for each array, and JAX computes something for each fence. What comes back later has one of its own."""
     device = Device()

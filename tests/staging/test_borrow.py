@@ -13,7 +13,9 @@ from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import Gated, held, off_main, on_thread, tampered, until
-from xferlib.engine.native import ISSUED
+from xferlib.engine.jobs import Job
+from xferlib.engine.lanes import Lane
+from xferlib.engine.native import ISSUED, STAGED
 from xferlib.pipeline.ends import Users
 from xferlib.staging.profile import StagingProfile
 
@@ -46,6 +48,73 @@ def test_a_put_that_borrows_returns_before_anything_is_copied(gated: Gated, stag
     assert transfer.done()
     assert stager.stats().h2d_nbytes == source.nbytes
     assert stager.stats().synchronous == 0
+
+
+def leave_one_idle_and_one_to_settle(stager: xferlib.Stager, tree: Any) -> None:
+    first, second = (stager.put(tree, borrow=True).result() for _ in range(2))
+    del first
+    stager._blocks.settle_posted()
+    del second
+
+
+@pytest.mark.parametrize(("leaves", "pageable"), [(1, True), (3, True), (3, False)])
+def test_what_came_back_is_fenced_when_the_copies_are_under_way(
+    monkeypatch: pytest.MonkeyPatch, leaves: int, pageable: bool
+) -> None:
+    """Before that the link has nothing to do, and a fence takes some frameworks as long as all else that a put does."""
+    order: list[str] = []
+    with xferlib.stager("host", pinned_limit=64 * MIB, staging=RING) as stager:
+        tree = [numbers(2 * MIB, number) for number in range(leaves)]
+        if not pageable:
+            tree = [stager.get(stager.put(leaf).value).result() for leaf in tree]
+        leave_one_idle_and_one_to_settle(stager, tree)
+        submit, copy, retire = Lane.submit, stager._puts._copy_h2d, stager._blocks._retire
+
+        def noted(name: str, call: Any) -> Any:
+            def note(*arguments: Any) -> Any:
+                order.append(name)
+                return call(*arguments)
+
+            return note
+
+        monkeypatch.setattr(Lane, "submit", noted("copy", submit))
+        monkeypatch.setattr(stager._puts, "_copy_h2d", noted("copy", copy))
+        monkeypatch.setattr(stager._blocks, "_retire", noted("fence", retire))
+        got = stager.put(tree, borrow=True).result()
+        assert all(np.array_equal(array, leaf) for array, leaf in zip(got, tree, strict=True))
+    copies = 1 if pageable else leaves
+    assert order[: copies + 1] == ["copy"] * copies + ["fence"]
+
+
+def test_a_put_that_is_interrupted_while_its_copies_are_under_way_starts_no_more(
+    monkeypatch: pytest.MonkeyPatch, gated: Gated, stager: xferlib.Stager
+) -> None:
+    source = numbers(8 * MIB)
+    gated.gate.set()
+    leave_one_idle_and_one_to_settle(stager, source)
+    gated.gate.clear()
+    make = Lane.job
+    started: list[Job] = []
+
+    def noted(lane: Lane, *, owner: int | None) -> Job:
+        started.append(make(lane, owner=owner))
+        return started[-1]
+
+    def interrupted(streams: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Lane, "job", noted)
+        patch.setattr(stager._blocks, "_retire", interrupted)
+        stager.put(source, borrow=True)
+    (job,) = started
+    assert job.submitted
+    assert job.given_up
+    assert job.has_come(STAGED)
+    gated.gate.set()
+    stager.idle()
+    assert np.array_equal(stager.put(source, borrow=True).result(), source)
+    assert stager.stats().device_nbytes == 2 * source.nbytes
 
 
 def test_value_waits_for_the_start_and_gives_the_same_arrays_each_time(gated: Gated, stager: xferlib.Stager) -> None:

@@ -101,6 +101,22 @@ class DevicePool(Table):
             row = self._find(size, number, streams)
         return row.block, held
 
+    def lease_idle(self, sizes: Sequence[int], streams: Streams) -> list[Lease]:
+        """Lease idle blocks that may be written at once, up to the first size of which there is none. In one step, however many.
+
+        What has come back since the last step is not made idle before: the caller has that done by `settle_posted` as soon as its
+        copies are under way, since it may take the framework longer than all else.
+        """
+        numbers = [self._count() for _ in sizes]
+        # As in `lease`.
+        held = [ticket(self._returns.put, number) for number in numbers]
+        rows = self._before_settling(self._reuse_each, list(map(size_class, sizes)), numbers, streams)
+        return [(row.block, right) for row, right in zip(rows, held, strict=False)]
+
+    def settle_posted(self) -> None:
+        """Make idle what has come back."""
+        self._step(bool)
+
     def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
         """Lease blocks as `lease` does, up to the first that something would have to be waited for."""
         # As in `_find`.
@@ -306,6 +322,15 @@ class DevicePool(Table):
             self._doom(useless)
             return None if found is None else self._leased_to(found, idle, number, streams)
         return None
+
+    def _reuse_each(self, sizes: Sequence[int], numbers: Sequence[int], streams: Streams) -> list[BlockRow]:
+        rows: list[BlockRow] = []
+        for size, number in zip(sizes, numbers, strict=True):
+            row = self._reuse(size, number, streams)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
 
     def _first_reached(self, idle: IdleBlocks, first: BlockRow, told: bool | None, useless: list[BlockRow]) -> BlockRow | None:
         """Find an idle block whose readers are done. `told` says whether those of `first` are. Enter in `useless` what nobody can

@@ -128,6 +128,20 @@ class Table(ABC):
             finally:
                 self._inside = False
 
+    def _before_settling(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """Take a step as `_step` does, but leave what was given back to the next one, which must come soon."""
+        with self._lock:
+            # It is also while a step runs.
+            if self._torn:
+                return self._step(step, *arguments)
+            self._inside = self._torn = True
+            try:
+                outcome = step(*arguments)
+                self._torn = False
+                return outcome
+            finally:
+                self._inside = False
+
     def _refuse(self) -> NoReturn:
         raise AllocationError(f"{self._memory} asked by a finalizer that ran inside another request. Ask from ordinary code")
 

@@ -10,7 +10,7 @@ Small arrays are copied on the caller's thread; to the host only if nothing stan
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -171,11 +171,13 @@ class Staging:
         self._count(1)
         return self._bounce(_NEW(Crossing, (address, nbytes, (array,), None, False)), nbytes, overwritten, target)
 
-    def borrow(self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array]) -> BorrowedCopy:
+    def borrow(
+        self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array], meanwhile: Callable[[], object]
+    ) -> BorrowedCopy:
         """Start the copies of pageable arrays, and return at once: the arrays are read until the event is reached.
 
         Holds `until_started` until the last copy is started. `beside`: the arrays of the same transfer whose copies the caller has
-        started, held until these are done.
+        started, held until these are done. `meanwhile` is called when the copies are under way; if it raises, no more are started.
         """
         if beside:
             # Entered now: whoever asks who uses this memory must find it until its own copies are done.
@@ -183,13 +185,15 @@ class Staging:
         whole = self._bounce_odd(leaves)
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if not whole:
-            return BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
+            bounced = BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
+            meanwhile()
+            return bounced
         listed = [_piece(leaf) for leaf in whole]
         # Nobody borrows arrays of several files at once, so the first tells for all.
         file = file_of(whole[0].array)
         job = self._job(whole, until_started)
         job.memory, job.file = [(host, size) for host, _, size, _ in listed], file
-        self._start(self._lanes[H2D], job, listed, nbytes, len({leaf.block for leaf in whole}))
+        self._start(self._lanes[H2D], job, listed, nbytes, len({leaf.block for leaf in whole}), meanwhile)
         self._ledger.h2d.nbytes += nbytes
         return BorrowedCopy(job)
 
@@ -276,12 +280,17 @@ class Staging:
         with self._counting:
             self.synchronous += leaves
 
-    def _start(self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int) -> None:
+    def _start(
+        self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int, meanwhile: Callable[[], object] | None = None
+    ) -> None:
         try:
-            # Until somebody asks, a job that has ended refers to what it should have copied.
-            self._ledger.jobs.reap()
             lane.submit(job, pieces)
+            # While the engine begins. Until somebody asks, a job that has ended refers to what it should have copied, and counts
+            # among those that chunks are wanted for.
+            self._ledger.jobs.reap()
             lane.feed(job, nbytes, blocks)
+            if meanwhile is not None:
+                meanwhile()
         except BaseException:
             job.given_up = True
             job.abandon()

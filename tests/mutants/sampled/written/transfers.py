@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     (PUTS, "for array, address in sources if address is None]) >= BORROW_FROM", "for array, address in sources]) >= BORROW_FROM"),
     (PUTS, "            elif address:\n                # Before", "            else:\n                # Before"),
-    (PUTS, "until_started=leases, beside=pinned)", "until_started=leases[:1], beside=pinned)"),
+    (PUTS, "until_started=leases, beside=pinned,", "until_started=leases[:1], beside=pinned,"),
     (
         PUTS,
         "            alike = target.shape == source.shape and target.dtype == source.dtype",
