@@ -38,6 +38,8 @@ class Imports:
             self._is_idle = driver.is_idle
             self._take = getattr(device, "get_stream_for_external_ready_events", None)
         self._next_of = self._turns()
+        self._ordered: tuple[Callable[[Any], None] | None, int | None] = (None, None)
+        """What a stream was last made to wait for, and that stream."""
         self._convert: Callable[..., Any] | None = None
 
     @property
@@ -70,9 +72,7 @@ class Imports:
             self._skip_busy()
             return adopt(self._capsules, address, shape, dtype, device=self._dlpack, order=order, lease=lease)
         code, bits = dlpack_code(dtype)
-        stream = self._idle_stream()
-        if order is not None:
-            order(stream)
+        stream = self._stream_behind(order)
         return self._capsules.lend(
             address, shape, code, bits, self._dlpack, lease, self._convert, self._device, stream, None, self._dlpack[0]
         )
@@ -90,9 +90,7 @@ class Imports:
         if self._convert is None:
             return [self.adopt(address + offset, shape, dtype, order=order, lease=lease) for offset, shape, dtype in places]
         wait_for_releases()
-        stream = self._idle_stream()
-        if order is not None:
-            order(stream)
+        stream = self._stream_behind(order)
         arrays: list[JaxArray] = []
         for offset, shape, dtype in places:
             code, bits = dlpack_code(dtype)
@@ -112,6 +110,21 @@ class Imports:
                 )
             )
         return arrays
+
+    def _stream_behind(self, order: Callable[[Any], None] | None) -> int | None:
+        """Return a stream to import on, made to wait by `order`.
+
+        The arrays of one put wait for the same event, and are imported one after the other: once is enough for all of them. While
+        the event is noted here, nobody records it anew.
+        """
+        if order is None:
+            return self._idle_stream()
+        known, stream = self._ordered
+        if known != order:
+            stream = self._idle_stream()
+            order(stream)
+            self._ordered = order, stream
+        return stream
 
     def _idle_stream(self) -> int | None:
         """Return a stream to import on: the first that has nothing to do, or the next in turn if all were busy."""

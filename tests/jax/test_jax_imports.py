@@ -13,6 +13,7 @@ import pytest
 
 from tests.core.fakes import on_thread
 from xferlib.conformance.values import assert_same, words
+from xferlib.handles import unreferenced
 from xferlib.stager import Stager
 
 STREAMS = (11, 12, 13, 14)
@@ -31,13 +32,20 @@ class Device:
 
 
 class Driver:
-    """Says of each stream whether it has nothing to do."""
+    """Says of each stream whether it has nothing to do, and notes which one waits for which event."""
 
     def __init__(self) -> None:
         self.busy: set[int] = set()
+        self.waits: list[tuple[int, int]] = []
+        self.fails = False
 
     def is_idle(self, stream: int) -> bool:
         return stream not in self.busy
+
+    def wait(self, stream: int, event: int) -> None:
+        if self.fails:
+            raise OSError("no")
+        self.waits.append((stream, event))
 
 
 def opened(device: Device, driver: Driver) -> Any:
@@ -71,6 +79,49 @@ def test_where_all_are_busy_it_looks_once_around(stager: Stager) -> None:
     assert imports._idle_stream() in STREAMS
     imports._skip_busy()
     assert device.turns - before <= 2 * len(STREAMS)
+
+
+def test_the_arrays_of_one_put_are_behind_one_wait(stager: Stager) -> None:
+    from xferlib_jax._events import CudaEvent
+
+    driver: Any = Driver()
+    imports = opened(Device(itertools.cycle(STREAMS)), driver)
+    event = CudaEvent(7, driver)
+    stream = imports._stream_behind(event.hold_back)
+    # It waits, and is busy now.
+    driver.busy = {stream}
+    assert [imports._stream_behind(event.hold_back) for _ in range(3)] == [stream] * 3
+    assert driver.waits == [(stream, 7)]
+    # Another event, which happens to look the same.
+    other = imports._stream_behind(CudaEvent(7, driver).hold_back)
+    assert other != stream
+    assert driver.waits[1:] == [(other, 7)]
+    assert imports._stream_behind(None) in set(STREAMS) - {stream}
+
+
+def test_a_wait_that_failed_is_tried_again(stager: Stager) -> None:
+    from xferlib_jax._events import CudaEvent
+
+    driver: Any = Driver()
+    imports = opened(Device(itertools.cycle(STREAMS)), driver)
+    event = CudaEvent(7, driver)
+    driver.fails = True
+    with pytest.raises(OSError, match="no"):
+        imports._stream_behind(event.hold_back)
+    driver.fails = False
+    stream = imports._stream_behind(event.hold_back)
+    assert driver.waits == [(stream, 7)]
+
+
+def test_an_event_that_imports_are_behind_is_not_recorded_anew(stager: Stager) -> None:
+    """A later import would take the stream for one that waits for its event."""
+    from xferlib_jax._events import CudaEvent
+
+    driver: Any = Driver()
+    imports = opened(Device(itertools.cycle(STREAMS)), driver)
+    owned = [CudaEvent(number, driver) for number in range(3)]
+    imports._stream_behind(owned[1].hold_back)
+    assert [event.handle for event in unreferenced(owned)] == [0, 2]
 
 
 def test_streams_that_do_not_come_in_turn_are_taken_as_they_come(stager: Stager) -> None:
