@@ -13,7 +13,7 @@ import jax
 
 from xferlib.protocol import Event
 from xferlib_jax._events import EventPool
-from xferlib_jax._exports import exported
+from xferlib_jax._exports import Export, exported
 from xferlib_jax._fresh import fresh_arrays
 
 __all__ = ["Block", "BlockMaker", "PoolError"]
@@ -40,8 +40,9 @@ class Block:
 class BlockMaker:
     """Takes blocks on one device. `stream`, one of our own, is made to wait until the memory may be written. Any thread."""
 
-    def __init__(self, device: Any, stream: int, events: EventPool) -> None:
+    def __init__(self, device: Any, stream: int, events: EventPool, export: Export) -> None:
         self._device = device
+        self._export = export
         self._stream = stream
         self._events = events
         self._fresh = fresh_arrays(device)
@@ -76,7 +77,7 @@ class BlockMaker:
         try:
             store = self._fresh.make(nbytes)
             # JAX may still read this memory, or write to it: our stream waits until it has done what was launched before.
-            capsule = store.__dlpack__(stream=self._stream)
+            capsule = self._export(store, stream=self._stream)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -87,7 +87,7 @@ class CudaStager:
                 new_event=self._events.new_event,
                 failure=partial(driver.failure, "a copy by the engine"),
             )
-            self._blocks = BlockMaker(device, aside, self._events)
+            self._blocks = BlockMaker(device, aside, self._events, self._export)
             self._fences = self._tried(aside)
         except BaseException:
             self.close()
@@ -249,7 +249,7 @@ class CudaStager:
         try:
             trial.ready.synchronize()
             self._imports.try_private_call(trial.address)
-            fences = Fences(self.jax_device, aside, self._events)
+            fences = Fences(self.jax_device, aside, self._events, self._export)
             return fences if fences.are_needed(self._driver, trial, self._imports, self._capsules) else None
         finally:
             self._blocks.free(trial)

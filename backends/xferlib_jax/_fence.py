@@ -26,6 +26,7 @@ from xferlib_jax._blocks import Block
 from xferlib_jax._capsule import Capsules
 from xferlib_jax._driver import Driver
 from xferlib_jax._events import CudaEvent, EventPool
+from xferlib_jax._exports import Export
 from xferlib_jax._imports import Imports
 
 __all__ = ["SWITCH", "Fences"]
@@ -41,8 +42,9 @@ HELD_MICROSECONDS = 30_000
 class Fences:
     """Fences on one device's compute stream, by way of `stream`, one of our own. Any thread."""
 
-    def __init__(self, device: Any, stream: int, events: EventPool) -> None:
+    def __init__(self, device: Any, stream: int, events: EventPool, export: Export) -> None:
         self._stream = stream
+        self._export = export
         self._events = events
         self._device = device
         self._token = _token(self._device)
@@ -55,7 +57,7 @@ class Fences:
             # Deleted by somebody who deleted every array of `jax.live_arrays()`.
             self._token = _token(self._device)
         result = self.launch(self._token)
-        result.__dlpack__(stream=self._stream)
+        self._export(result, stream=self._stream)
         return self._events.record(self._stream)
 
     def are_needed(self, driver: Driver, block: Block, imports: Imports, capsules: Capsules) -> bool:
