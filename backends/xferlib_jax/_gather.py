@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from xferlib_jax._globals import GlobalArrays
 from xferlib_jax._spread import LeafPlan, Parts
 from xferlib_jax._stagers import Device
 
@@ -36,18 +37,17 @@ class Gather:
     def __init__(self, leaves: Sequence[LeafPlan], *, by_collective: bool) -> None:
         self._leaves = leaves
         self._groups = tuple(group.devices for group in leaves[0].groups)
-        self._launch = self._compiled() if by_collective else None
+        # The same for every batch: to make them anew, and to look at the parts, would take longer than the launch.
+        spread = [self._aval(_parts(leaf), leaf.dtype) for leaf in leaves] if by_collective else []
+        self._spread = [GlobalArrays(aval.shape, aval.sharding) for aval in spread]
+        self._launch = self._compiled(spread) if by_collective else None
 
     def __call__(self, pieces: Sequence[Pieces]) -> list[Pieces]:
         """Return the shards, for each leaf by device. Called by the thread that launches the devices' other computations."""
         if self._launch is None:
             return [self._joined(leaf, found) for leaf, found in zip(self._leaves, pieces, strict=True)]
-        wholes = self._launch(*(self._spread(leaf, found) for leaf, found in zip(self._leaves, pieces, strict=True)))
+        wholes = self._launch(*(spread(found) for spread, found in zip(self._spread, pieces, strict=True)))
         return [{shard.device: shard.data for shard in whole.addressable_shards} for whole in wholes]
-
-    def _spread(self, leaf: LeafPlan, found: Pieces) -> Any:
-        aval = self._aval(_parts(leaf), leaf.dtype)
-        return jax.make_array_from_single_device_arrays(aval.shape, aval.sharding, list(found.values()))
 
     def _aval(self, parts: Parts, dtype: np.dtype[Any]) -> Any:
         first, *rest = parts.part_shape
@@ -59,7 +59,7 @@ class Gather:
         devices[:] = self._groups
         return Mesh(devices, (GROUP, REPLICA))
 
-    def _compiled(self) -> Callable[..., Any]:
+    def _compiled(self, spread: Sequence[Any]) -> Callable[..., Any]:
         # Launched as it is, even where its caller is being traced.
         whole = jax.shard_map(
             lambda *found: [_whole(_parts(leaf), part) for leaf, part in zip(self._leaves, found, strict=True)],
@@ -68,9 +68,7 @@ class Gather:
             out_specs=PartitionSpec(GROUP),
             check_vma=False,  # JAX does not infer that what was gathered is replicated.
         )
-        compiled: Callable[..., Any] = (
-            jax.jit(whole).lower(*(self._aval(_parts(leaf), leaf.dtype) for leaf in self._leaves)).compile()
-        )
+        compiled: Callable[..., Any] = jax.jit(whole).lower(*spread).compile()
         return compiled
 
     def _joined(self, leaf: LeafPlan, found: Pieces) -> Pieces:

@@ -153,19 +153,22 @@ def test_devices_that_gather_among_themselves_make_the_same_whole(shape: tuple[i
     """As GPUs do it. One at a time, since a CPU of few cores cannot run two collectives at once."""
     if len(shape) < len(spec) or (len(spec) and shape[1] % 2):
         spec = PartitionSpec()
-    batches = [random(shape, dtype) for dtype in (np.float32, np.int16, ml_dtypes.bfloat16)]
-    plans = [_spread.plan_leaf(NamedSharding(MESH, spec), batch.shape, batch.dtype) for batch in batches]
+    dtypes = [np.dtype(dtype) for dtype in (np.float32, np.int16, ml_dtypes.bfloat16)]
+    plans = [_spread.plan_leaf(NamedSharding(MESH, spec), shape, dtype) for dtype in dtypes]
     assert all(plan.parts for plan in plans)
-    found = [
-        {device: jax.device_put(view, device) for device, view in plan.views(batch)}
-        for plan, batch in zip(plans, batches, strict=True)
-    ]
     for by_collective in (True, False):
-        wholes = _gather.Gather(plans, by_collective=by_collective)(found)
-        for whole, plan, batch in zip(wholes, plans, batches, strict=True):
-            array = jax.make_array_from_single_device_arrays(batch.shape, plan.sharding, list(whole.values()))
-            array.block_until_ready()
-            assert_is(array, batch, plan.sharding)
+        gather = _gather.Gather(plans, by_collective=by_collective)
+        # From the second on by JAX's private constructor.
+        for seed in range(3):
+            batches = [random(shape, dtype, seed) for dtype in dtypes]
+            found = [
+                {device: jax.device_put(view, device) for device, view in plan.views(batch)}
+                for plan, batch in zip(plans, batches, strict=True)
+            ]
+            for whole, plan, batch in zip(gather(found), plans, batches, strict=True):
+                array = jax.make_array_from_single_device_arrays(batch.shape, plan.sharding, list(whole.values()))
+                array.block_until_ready()
+                assert_is(array, batch, plan.sharding)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
