@@ -12,7 +12,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import Gated, held, off_main, on_thread, tampered, until
+from tests.core.fakes import Gated, Point, held, off_main, on_thread, tampered, until
 from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane
 from xferlib.engine.native import ISSUED, STAGED
@@ -115,6 +115,23 @@ def test_a_put_that_is_interrupted_while_its_copies_are_under_way_starts_no_more
     stager.idle()
     assert np.array_equal(stager.put(source, borrow=True).result(), source)
     assert stager.stats().device_nbytes == 2 * source.nbytes
+
+
+def test_no_event_is_asked_whether_a_borrowed_put_is_done_that_the_engine_has_finished(
+    gated: Gated, stager: xferlib.Stager
+) -> None:
+    """A driver's answer may come late: whoever asks gives up the interpreter meanwhile."""
+    transfer = stager.put(numbers(8 * MIB), borrow=True)
+    (job,) = stager._ledger.jobs.h2d.values()
+    assert not transfer.done()
+    gated.gate.set()
+    assert until(job.reached)
+    real, never = job.event, Point()
+    job.event = never
+    assert transfer.done()
+    assert never.asked == 0
+    job.event = real
+    assert np.array_equal(transfer.result(), numbers(8 * MIB))
 
 
 def test_value_waits_for_the_start_and_gives_the_same_arrays_each_time(gated: Gated, stager: xferlib.Stager) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane, Pieces, start_threads, usual_threads
-from xferlib.engine.native import D2H, H2D, ISSUED, STAGED
+from xferlib.engine.native import D2H, FINISHED, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
 from xferlib.in_flight import uses
 from xferlib.latch import is_copy_thread
@@ -367,7 +367,15 @@ class BorrowedCopy:
 
     def done(self) -> bool:
         """See `Event.done`."""
-        return (self._job is None or self._job.has_come(ISSUED)) and self.enqueued().done()
+        job = self._job
+        if job is not None:
+            if not job.has_come(ISSUED):
+                return False
+            if job.has_come(FINISHED):
+                # The engine knows. To ask the driver would give up the interpreter, which another thread may keep for long.
+                self.enqueued()
+                return True
+        return self.enqueued().done()
 
     def synchronize(self) -> None:
         """See `Event.synchronize`."""
