@@ -207,8 +207,12 @@ def test_blocks_that_come_back_together_have_one_fence() -> None:
     assert not {block.address for block in taken} & {block.address for block in others}
     second.reached = True
     assert blocks.take(MIB) is taken[3]
+    # That one fence is reached says nothing of another.
+    assert blocks.take(MIB) not in taken
     first.reached = True
+    asked = first.asked
     assert [blocks.take(MIB) for _ in range(3)] == taken[:3]
+    assert first.asked == asked + 1
 
 
 def test_blocks_that_come_back_together_have_a_fence_for_each_that_streams_were_named_for() -> None:

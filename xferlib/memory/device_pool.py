@@ -70,6 +70,8 @@ class DevicePool(Table):
         self._idle: defaultdict[int, IdleBlocks] = defaultdict(IdleBlocks)
         """By size."""
         self._doomed: deque[BlockRow] = deque()
+        self._seen: Event | None = None
+        """The fence that was last found to be reached."""
         self._left = object()
         """Another one each time that rows have left, or may have been entered without being counted."""
         self._known: tuple[object, int] = (None, 0)
@@ -189,7 +191,7 @@ class DevicePool(Table):
         self._closed = True
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
         self._idle = defaultdict(IdleBlocks)
-        self._doomed, self._left = deque(), object()
+        self._doomed, self._seen, self._left = deque(), None, object()
         self._renew()
 
     def _mend(self) -> None:
@@ -367,10 +369,16 @@ class DevicePool(Table):
 
     def _reached(self, fence: Event | None) -> bool | None:
         """Tell whether a block's readers are done; None if that failed, and nobody can say."""
+        # Blocks that came back together have one fence.
+        if fence is None or fence is self._seen:
+            return True
         try:
-            return fence is None or fence.done()
+            reached = fence.done()
         except self._failures:
             return None
+        if reached:
+            self._seen = fence
+        return reached
 
     def _reserve(self, size: int, number: int, *, wanted: bool = True) -> bool:
         """Count a block to be allocated, if the limit has room."""

@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant(
         "a block is used again before its readers are done",
         "xferlib/memory/device_pool.py",
-        "return fence is None or fence.done()",
-        "return True",
+        "            reached = fence.done()",
+        "            reached = True",
     ),
     Mutant(
         "a stream that was named is not noted",

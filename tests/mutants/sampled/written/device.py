@@ -111,6 +111,8 @@ MUTANTS = [
     (TABLE, "                            self._give_up(number)\n", "                            pass\n"),
     (TABLE, "            if self._torn:\n", "            if self._inside:\n"),
     (DEVICE, "rows = self._before_settling(", "rows = self._step("),
+    (DEVICE, "if fence is None or fence is self._seen:", "if fence is None or self._seen:"),
+    (DEVICE, "        if reached:\n            self._seen = fence\n", "        self._seen = fence\n"),
     (
         DEVICE,
         "            if row is None:\n                break\n            rows.append(row)\n        return rows",
