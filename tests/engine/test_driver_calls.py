@@ -22,7 +22,7 @@ from tests.engine.device import FUNCTIONS, Device, DeviceError, DeviceStream, Dr
 from xferlib.byte_reader import Span
 from xferlib.engine.jobs import WAIT_MICROSECONDS
 from xferlib.engine.native import _SIGNATURES as SIGNATURES
-from xferlib.engine.native import Figures, library, quick
+from xferlib.engine.native import FINISHED, OK, Figures, library, quick
 from xferlib.errors import ClosedError, TransferError, XferError
 from xferlib.staging.profile import StagingProfile
 
@@ -299,6 +299,37 @@ def test_a_put_into_an_array_comes_behind_a_get_that_reads_it(stager: xferlib.St
     assert np.array_equal(out, before)
     put.synchronize()
     assert np.array_equal(array, after)
+
+
+def test_a_finalizer_of_what_a_get_lets_go_of_may_overwrite_what_is_got(stager: xferlib.Stager) -> None:
+    """It waits until gets have started their copies: the one that lets go must not be among them yet, since it has no chunks."""
+
+    class Owner:
+        def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+            self.memory = memory
+            self.__array_interface__ = memory.__array_interface__
+
+    there = stager.put(numbers(8 * MIB)).value
+    source, new = np.asarray(Owner(numbers(8 * MIB, 1))), numbers(MIB, 2)
+    ended: list[bool] = []
+
+    def overwrite() -> None:
+        stager.put(new, into=there[:MIB]).synchronize()
+        ended.append(True)
+
+    assert source.base is not None
+    weakref.finalize(source.base, overwrite)
+    transfer = stager.put(source, borrow=True)
+    (number,) = stager._ledger.jobs.h2d
+    assert until(lambda: quick().xe_wait(number, FINISHED, 0) == OK)
+    # Until somebody asks, the job has the last reference.
+    del transfer, source
+    assert not ended
+    out = np.zeros(8 * MIB, np.uint8)
+    on_thread(lambda: stager.get(there, out=out).synchronize()).result(WATCHDOG)
+    assert ended == [True]
+    assert np.array_equal(out[:MIB], new)
+    assert np.array_equal(out, there)
 
 
 def test_arrays_that_are_read_together_come_one_behind_the_other(stager: xferlib.Stager, device: Device) -> None:

@@ -284,10 +284,11 @@ class Staging:
         self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int, meanwhile: Callable[[], object] | None = None
     ) -> None:
         try:
-            lane.submit(job, pieces)
-            # While the engine begins. Until somebody asks, a job that has ended refers to what it should have copied, and counts
-            # among those that chunks are wanted for.
+            # Until somebody asks, a job that has ended refers to what it should have copied, and counts among those that chunks are
+            # wanted for. Before this one is submitted: finalizers of what is let go of may wait until earlier jobs have started
+            # their copies, and this one cannot before it has chunks.
             self._ledger.jobs.reap()
+            lane.submit(job, pieces)
             lane.feed(job, nbytes, blocks)
             if meanwhile is not None:
                 meanwhile()
