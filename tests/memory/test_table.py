@@ -155,3 +155,26 @@ def test_threads_are_at_work_until_they_have_left_as_often_as_they_came() -> Non
         assert on_thread(at_work.is_more_to_come).result(WATCHDOG)
     assert not at_work
     assert not on_thread(at_work.is_more_to_come).result(WATCHDOG)
+
+
+def test_what_is_asked_before_settling_is_refused_as_soon_as_another_step_is_begun() -> None:
+    """Were it let in between the first two instructions of that step, everybody would be let in during the rest of it."""
+    asked: list[str] = []
+
+    class Asked(Counter):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_inside" and value and not asked:
+                asked.append("")
+                with pytest.raises(AllocationError, match="inside another request") as caught:
+                    self._before_settling(bool)
+                asked.append(str(caught.value))
+
+    for begin in (Asked._step, Asked._before_settling):
+        asked[:] = ["not yet"]
+        table = Asked()
+        asked.clear()
+        seen: list[bool] = []
+        begin(table, lambda: seen.append(table.entered))  # noqa: B023  # Called at once.
+        assert seen == [True]
+        assert len(asked) == 2
