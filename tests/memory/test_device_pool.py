@@ -215,6 +215,27 @@ def test_blocks_that_come_back_together_have_one_fence() -> None:
     assert first.asked == asked + 1
 
 
+def test_a_block_that_comes_back_while_a_fence_is_made_has_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its readers may have been started behind the first."""
+    device = Device()
+    blocks = Blocks(device)
+    first, second = blocks.take(MIB), blocks.take(MIB)
+    device.fences = [Point(reached=True), Point()]
+    retire = blocks.cache._retire
+
+    def meanwhile(streams: Iterable[Stream]) -> Any:
+        fence = retire(streams)
+        if len(device.retired) == 1:
+            blocks.give_back(second)
+        return fence
+
+    monkeypatch.setattr(blocks.cache, "_retire", meanwhile)
+    blocks.give_back(first)
+    assert blocks.take(MIB) is first
+    assert blocks.take(MIB) is not second
+    assert device.retired == [[], []]
+
+
 def test_blocks_that_come_back_together_have_a_fence_for_each_that_streams_were_named_for() -> None:
     device = Device()
     blocks = cache(device)

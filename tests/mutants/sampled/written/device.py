@@ -110,6 +110,11 @@ MUTANTS = [
     (TABLE, "                        self._changes += 1\n", ""),
     (TABLE, "                            self._give_up(number)\n", "                            pass\n"),
     (TABLE, "            if self._torn or self._inside:\n", "            if self._inside:\n"),
+    (
+        TABLE,
+        "                    for number in pending.copy():\n",
+        "                    for number in iter(lambda: (self._returns.pending() or [None])[0], None):\n",
+    ),
     (TABLE, "            if self._torn or self._inside:\n", "            if self._torn:\n"),
     (DEVICE, "rows = self._before_settling(", "rows = self._step("),
     (DEVICE, "if fence is None or fence is self._seen:", "if fence is None or self._seen:"),
