@@ -20,7 +20,8 @@ from tests.core.fakes import WATCHDOG, off_main, on_thread, until
 from tests.engine.build import COMPILER
 from tests.engine.device import FUNCTIONS, Device, DeviceError, DeviceStream, Driven, built_device
 from xferlib.byte_reader import Span
-from xferlib.engine.jobs import WAIT_MICROSECONDS
+from xferlib.engine.jobs import WAIT_MICROSECONDS, Job
+from xferlib.engine.lanes import Lane
 from xferlib.engine.native import _SIGNATURES as SIGNATURES
 from xferlib.engine.native import FINISHED, OK, Figures, library, quick
 from xferlib.errors import ClosedError, TransferError, XferError
@@ -199,6 +200,16 @@ def test_a_copy_that_is_refused_fails_its_borrowing_put(stager: xferlib.Stager, 
     assert np.array_equal(stager.put(source, borrow=True).value, source)
 
 
+def test_a_borrowing_put_of_which_the_engine_says_that_it_failed_is_never_done(stager: xferlib.Stager) -> None:
+    driven(stager).h2d.refuse(0, BROKEN)
+    transfer = stager.put(numbers(9 * MIB), borrow=True)
+    for job in stager._ledger.jobs.h2d.values():
+        assert until(partial(job.has_come, FINISHED))
+        break
+    with pytest.raises(TransferError):
+        transfer.done()
+
+
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_copy_that_is_refused_fails_its_get(stager: xferlib.Stager, after: int) -> None:
     source, out = numbers(9 * MIB), np.zeros(9 * MIB, np.uint8)
@@ -330,6 +341,30 @@ def test_a_finalizer_of_what_a_get_lets_go_of_may_overwrite_what_is_got(stager: 
     assert ended == [True]
     assert np.array_equal(out[:MIB], new)
     assert np.array_equal(out, there)
+
+
+def test_a_finalizer_in_the_start_of_a_get_does_not_wait_for_that(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = stager.put(numbers(8 * MIB)).value
+    page_locked = stager.empty_pinned((MIB,), np.uint8)
+    told: list[str] = []
+    feed = Lane.feed
+
+    def meanwhile(lane: Lane, job: Job, nbytes: int, blocks: int) -> None:
+        if not told:
+            with pytest.raises(XferError, match="starts them") as caught:
+                stager.put(numbers(MIB, 1), into=there[:MIB])
+            told.append(str(caught.value))
+            stager.get(there[:MIB], out=page_locked).synchronize()
+        feed(lane, job, nbytes, blocks)
+
+    out = np.zeros(8 * MIB, np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "feed", meanwhile)
+        on_thread(lambda: stager.get(there, out=out).synchronize()).result(WATCHDOG)
+    assert len(told) == 1
+    assert np.array_equal(page_locked, there[:MIB])
+    assert np.array_equal(out, there)
+    assert np.array_equal(out, numbers(8 * MIB))
 
 
 def test_arrays_that_are_read_together_come_one_behind_the_other(stager: xferlib.Stager, device: Device) -> None:

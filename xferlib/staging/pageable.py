@@ -248,15 +248,17 @@ class Staging:
         Their copies would wait for whatever enters the stream before them. Raises `XferError` on a thread that copies wait for, if
         `target` would otherwise be overwritten too early.
         """
+        me = threading.get_ident()
         for job in list(self._lanes[D2H].jobs.values()):
             if target is not None and not any(uses(source, target) for source in job.device):
                 continue
-            if not is_copy_thread():
+            # If this thread is starting it, this is a finalizer, and the job can only wait for that.
+            if not is_copy_thread() and job.owner != me:
                 job.wait_for(ISSUED)
             elif target is not None and not job.has_come(ISSUED):
                 raise XferError(
                     "a finalizer would overwrite an array that a get still reads, and cannot wait on a thread that makes the "
-                    "copies: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
+                    "copies or starts them: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
                 )
 
     def is_issuing(self) -> bool:
