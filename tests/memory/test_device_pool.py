@@ -1168,6 +1168,15 @@ def test_blocks_that_a_tree_lacks_are_allocated_by_one_other_thread(monkeypatch:
         assert len(threads) == 6 - idle
 
 
+def test_idle_blocks_of_one_size_stand_for_none_of_another() -> None:
+    blocks = cache(Device())
+    leases = [blocks.lease(MIB, {}) for _ in range(3)]
+    leases.clear()
+    blocks.settle_posted()
+    assert blocks.lacks([MIB, 2 * MIB, 2 * MIB])
+    assert not blocks.lacks([MIB, MIB, 2 * MIB])
+
+
 def test_a_tree_that_does_not_fit_gives_back_the_blocks_it_has() -> None:
     with xferlib.stager("host", device_limit=4 * MIB) as stager:
         with pytest.raises(AllocationError):
