@@ -1168,6 +1168,16 @@ def test_blocks_that_a_tree_lacks_are_allocated_by_one_other_thread(monkeypatch:
         assert len(threads) == 6 - idle
 
 
+def test_a_tree_gets_the_blocks_that_came_back_since_the_last_step_each_for_its_own_leaf() -> None:
+    with xferlib.stager("host") as stager:
+        leaves = [np.full(count * MIB, count, np.uint8) for count in (1, 2, 3, 4)]
+        for _ in range(2):
+            got = stager.put(leaves).result(WATCHDOG)
+            assert all(np.array_equal(array, leaf) for array, leaf in zip(got, leaves, strict=True))
+            del got
+        assert stager.stats().device_nbytes == 10 * MIB
+
+
 def test_idle_blocks_of_one_size_stand_for_none_of_another() -> None:
     blocks = cache(Device())
     leases = [blocks.lease(MIB, {}) for _ in range(3)]
