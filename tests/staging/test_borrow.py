@@ -104,6 +104,8 @@ def test_a_put_that_is_interrupted_while_its_copies_are_under_way_starts_no_more
         return started[-1]
 
     def interrupted(streams: Any) -> Any:
+        # The put raises only when nothing of it is under way any more, and a thread may have started a copy.
+        gated.gate.set()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -114,7 +116,6 @@ def test_a_put_that_is_interrupted_while_its_copies_are_under_way_starts_no_more
     assert job.submitted
     assert job.given_up
     assert job.has_come(STAGED)
-    gated.gate.set()
     stager.idle()
     assert np.array_equal(stager.put(source, borrow=True).result(), source)
     assert stager.stats().device_nbytes == 2 * source.nbytes
