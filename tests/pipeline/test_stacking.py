@@ -77,9 +77,22 @@ def test_one_array_is_a_tree_as_well() -> None:
             "at tree.at[1]: a row",
         ),
         ([item(0) | {"at": [-(1 << 31) - 1, np.zeros(1, np.uint8)]}], ValueError, "from -2147483649", "at tree.at[0]: a row"),
+        ([item(0) | {"at": [1 << 70, np.zeros(1, np.uint8)]}], ValueError, "to 1180591620717411303424", "at tree.at[0]: a row"),
         ([{"image": "a.png", "at": [1, np.zeros(1, np.uint8)]}], (TypeError, ValueError), "dimension", "at tree.image: a row"),
     ],
-    ids=["too many", "without end", "structure", "shape", "dtype", "masked", "too large", "unsigned", "too small", "text"],
+    ids=[
+        "too many",
+        "without end",
+        "structure",
+        "shape",
+        "dtype",
+        "masked",
+        "too large",
+        "unsigned",
+        "too small",
+        "beyond any",
+        "text",
+    ],
 )
 def test_items_that_are_no_rows_are_refused_and_the_ring_has_its_slots(
     stager: xferlib.Stager, items: list[Any], error: Any, words: str, note: str | None

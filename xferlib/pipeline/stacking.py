@@ -88,13 +88,18 @@ def _check_fits(column: Iterable[Any], dtype: np.dtype[Any]) -> None:
     """Raise `ValueError` for integers that an integer dtype cannot hold: NumPy would cut them off in silence."""
     held = np.iinfo(dtype)
     for row, leaf in enumerate(column):
-        given = np.asarray(leaf)
-        if given.dtype.kind in "iu" and given.size and not np.can_cast(given.dtype, dtype):
+        if type(leaf) is int:
+            # A label. To make an array of it would take longer than all else that is done with it.
+            least = most = leaf
+        else:
+            given = np.asarray(leaf)
+            if given.dtype == dtype or given.dtype.kind not in "iu" or not given.size or np.can_cast(given.dtype, dtype):
+                continue
             least, most = given.min(), given.max()
-            if least < held.min or most > held.max:
-                raise ValueError(
-                    f"item {row} has integers from {least} to {most}, and {dtype} holds those from {held.min} to {held.max}"
-                )
+        if least < held.min or most > held.max:
+            raise ValueError(
+                f"item {row} has integers from {least} to {most}, and {dtype} holds those from {held.min} to {held.max}"
+            )
 
 
 def _beside(item: Any, targets: Container[Any]) -> dict[Any, Any]:
