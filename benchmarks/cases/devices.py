@@ -68,9 +68,10 @@ def _batches(bench: Bench, nbytes: int, one: Shards, every: Shards) -> Record:
     batches = pipeline.random_batches(memory.empty_pageable, nbytes, BATCHES, SEED)
     steps = QUICK_STEPS if bench.quick else min(MOST, max(FEWEST, round(SAMPLE_SECONDS * USUAL_RATE / nbytes)))
 
+    placed = {shards: [shards.place(batch) for batch in batches] for shards in (one, every)}
+
     def timed(shards: Shards, way: Callable[[Iterable[Bytes]], AbstractContextManager[Iterator[Any]]]) -> Callable[[int], float]:
-        expected = [shards.place(batch) for batch in batches]
-        return lambda _: _loop(bench, shards, way(islice(cycle(batches), steps)), expected, steps) / steps
+        return lambda _: _loop(bench, shards, way(islice(cycle(batches), steps)), placed[shards], steps) / steps
 
     peers = {name: partial(_bare, way) for name, way in every.peers.items()}
     contenders = {
