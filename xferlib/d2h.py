@@ -102,9 +102,7 @@ class DeviceToHost:
             transfer = self._one(tree, out, stream)
             if transfer is not None:
                 return transfer
-        leaves, spec = self._trees.arrays(tree)
-        if not leaves:
-            raise ValueError(f"there is no array in {reprlib.repr(tree)}: expected a device array, or a tree of them")
+        leaves, spec = self._arrays(tree)
         if out is None and len(leaves) == 1:
             transfer = self._one(leaves[0], None, stream, spec)
             if transfer is not None:
@@ -143,9 +141,7 @@ class DeviceToHost:
 
         `snapshot`: read copies of the arrays, where the device has room for them.
         """
-        leaves, spec = self._trees.arrays(tree)
-        if not leaves:
-            raise ValueError(f"there is no array in {reprlib.repr(tree)}: expected a device array, or a tree of them")
+        leaves, spec = self._arrays(tree)
         described = self._described_together(leaves) or self._checked(leaves, spec, None)
         copies = self._copies(leaves, stream) if snapshot else None
         read = leaves if copies is None else copies
@@ -168,6 +164,12 @@ class DeviceToHost:
         except refusals:
             return None
         return copies
+
+    def _arrays(self, tree: Any) -> tuple[list[Any], Spec]:
+        leaves, spec = self._trees.arrays(tree)
+        if not leaves:
+            raise ValueError(f"there is no array in {reprlib.repr(tree)}: expected a device array, or a tree of them")
+        return leaves, spec
 
     def _described_together(self, leaves: list[Any]) -> list[Alike] | None:
         """Return shapes and dtypes as `_checked` does, in a fraction of its time. None: it is to be asked, and says why."""

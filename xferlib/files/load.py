@@ -238,7 +238,7 @@ class _Load:
         tell: Tell | None,
         behind: Unmapping,
     ) -> None:
-        self._held = selection
+        self._selection = selection
         self._puts = puts
         self._conversions = conversions
         self._trees = trees
@@ -255,7 +255,7 @@ class _Load:
     def run(self, ahead: ReadAhead | None) -> dict[str, Any]:
         """Load, and return the arrays by name, in order."""
         if self._likes:
-            for name, reader in self._held.arrays.items():
+            for name, reader in self._selection.arrays.items():
                 if not reader.in_memory:
                     # Now: it costs nothing, and what is refused last would be refused behind all that was put.
                     self._check_alike(reader, name, reader.array(name))
@@ -264,7 +264,7 @@ class _Load:
             self._load(ahead)
         finally:
             self._settle()
-        return {name: self._found[name] for name in self._held.arrays}
+        return {name: self._found[name] for name in self._selection.arrays}
 
     def _load(self, ahead: ReadAhead | None) -> None:
         for piece in _ahead(self._pieces(), ahead):
@@ -286,10 +286,10 @@ class _Load:
                 started.synchronize()
 
     def _pieces(self) -> Iterator[_OnePut]:
-        of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._held.readers}
-        for name, reader in self._held.arrays.items():
+        of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._selection.readers}
+        for name, reader in self._selection.arrays.items():
             of_reader[id(reader)].append(name)
-        for reader in self._held.readers:
+        for reader in self._selection.readers:
             names = of_reader[id(reader)]
             # In the order of the file, whatever the caller's.
             wanted = set(names)

@@ -28,7 +28,7 @@ MUTANTS = [
     (SHARDS, "PATTERN & set(str(file)) and not file.exists()", "PATTERN & set(str(file))"),
     (LOAD, "        started.synchronize()\n        arrays = started.value", "        arrays = started.value"),
     (LOAD, "(1 if piece.reader.in_memory else AHEAD)", "AHEAD"),
-    (LOAD, "return {name: self._found[name] for name in self._held.arrays}", "return self._found"),
+    (LOAD, "return {name: self._found[name] for name in self._selection.arrays}", "return self._found"),
     (LOAD, "        for _, started in self._under_way:\n", "        for _, started in ():\n"),
     (AHEAD, "        self._ticket = ticket(self._given.put, None)\n", ""),
     (LOAD, "self._sizes[name] > SMALL, self._changes(reader, name)", "self._sizes[name] > SMALL, False"),
