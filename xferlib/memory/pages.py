@@ -246,10 +246,15 @@ def _ask_for_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def _cut_off(holes: list[tuple[int, int]]) -> None:
-    """Unmap ranges, each taken out of the list only then."""
+    """Unmap ranges, and take them out of the list. If that is refused, the list holds what is left."""
     while holes:
-        _unmap(*holes[-1])
-        holes.pop()
+        # Out of it first: after an interrupt addresses may be lost, but nothing that another thread has mapped there meanwhile.
+        hole = holes.pop()
+        try:
+            _unmap(*hole)
+        except OSError:
+            holes.append(hole)
+            raise
 
 
 def _mapped(at: int | None, nbytes: int, protection: int, flags: int) -> int:
