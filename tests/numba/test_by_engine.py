@@ -231,6 +231,10 @@ class World:
     def d2h(self) -> DeviceStream:
         return DeviceStream(self._device, int(self.backend.d2h))
 
+    @property
+    def aside(self) -> DeviceStream:
+        return DeviceStream(self._device, int(self.backend._aside))
+
     def close(self) -> None:
         for stager in self._opened:
             on_thread(stager.close).result(WATCHDOG)
@@ -492,6 +496,9 @@ def test_memory_that_one_stream_still_gathers_into_is_not_used_by_the_other(worl
         assert by_engine != directly
     finally:
         world.default.release()
+        # They read the array, which nobody but this test holds.
+        for stream in (world.default, world.aside, world.d2h):
+            on_thread(stream.synchronize).result(WATCHDOG)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
