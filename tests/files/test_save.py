@@ -145,6 +145,47 @@ def test_a_state_comes_back_as_it_was_with_what_rode_along(stager: Stager, tmp_p
     same(stager.get(part["weights"]["w"]).result(), stager.get(state.weights["w"]).result())
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+@pytest.mark.parametrize(("saved", "like"), [(np.int32(17), 0), (np.float32(0.5), 1.0), (np.array(True), False)])
+def test_a_number_that_became_an_array_comes_back_as_the_number_that_it_is_in_like(
+    stager: Stager, tmp_path: Path, suffix: str, saved: Any, like: Any
+) -> None:
+    """As the step of a training state: a number when it is made, and an array from its first step on."""
+    state = there(stager, {"w": np.ones(3, np.float32), "step": np.asarray(saved)})
+    path = xferlib.save(tmp_path / f"state{suffix}", state, stager).result(20)
+    back = xferlib.load(path, stager, like={"w": np.zeros(3, np.float32), "step": like})
+    assert type(back["step"]) is type(like)
+    assert back["step"] == saved
+    same(stager.get(back["w"]).result(), np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("saved", "like"), [(np.float32(17), 0), (np.int32(17), 0.0), (np.int32(1), True), (np.arange(3), 0), (np.int32(1), "17")]
+)
+def test_an_array_that_is_no_number_as_in_like_is_refused(stager: Stager, tmp_path: Path, saved: Any, like: Any) -> None:
+    state = there(stager, {"w": np.ones(3, np.float32), "step": np.asarray(saved)})
+    path = xferlib.save(tmp_path / "state.safetensors", state, stager).result(20)
+    with pytest.raises(ValueError, match=f"'step' is an array of shape .*, and a {type(like).__name__} in like"):
+        xferlib.load(path, stager, like={"w": np.zeros(3, np.float32), "step": like})
+
+
+def test_a_number_behind_the_end_of_a_file_that_was_cut_off_is_refused(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = there(stager, {"w": np.ones(3, np.float32), "step": np.array(3, np.int32)})
+    path = xferlib.save(tmp_path / "state.safetensors", state, stager).result(20)
+
+    unpatched = os.pread
+
+    def read(descriptor: int, nbytes: int, start: int) -> bytes:
+        os.truncate(path, start + 1)
+        return unpatched(descriptor, nbytes, start)
+
+    monkeypatch.setattr(os, "pread", read)
+    with pytest.raises(ValueError, match="was cut off"):
+        xferlib.load(path, stager, like={"w": np.zeros(3, np.float32), "step": 0})
+
+
 @pytest.mark.parametrize(
     ("like", "words"),
     [

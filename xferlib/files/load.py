@@ -8,6 +8,7 @@ piece: while one is on its way, the system reads those behind it, and those befo
 from __future__ import annotations
 
 import errno
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -136,8 +137,8 @@ def load(
     Nothing else is read. By an index, only the files that hold them are opened; without one, the headers of all.
 
     `like`: a tree of arrays, or of whatever has shapes and dtypes, as it was given to `save`: it comes back with what the files
-    hold, text and numbers that rode along among it. The files may hold more. Raises `ValueError` where they lack an array, or have
-    another shape or dtype.
+    hold, text and numbers that rode along among it. Where it has a number, the files may have an array of shape () of that kind: it
+    comes back as a number. The files may hold more. Raises `ValueError` where they lack an array, or have another shape or dtype.
 
     `dtype`: what arrays of floating point are converted to, or a dict of dtypes by patterns of names (`"*.bias"`), of which the
     first that fits counts; a pattern without effect is refused. The device converts, as `astype` of its arrays does, on the calling
@@ -440,12 +441,14 @@ def _likes(selection: Selection, parts: Named) -> dict[str, Any]:
 def _riders(selection: Selection, parts: Named) -> list[Any]:
     """Return what rode along when the files were saved, in the order of `like`."""
     values = [reader.values() for reader in selection.readers] if parts.riders else []
-    return [_as(selection.shown, name, values, value) for name, value in parts.riders.items()]
+    return [_as(selection, name, values, value) for name, value in parts.riders.items()]
 
 
-def _as(said: str, name: str, values: list[dict[str, Any]], like: Any) -> Any:
+def _as(selection: Selection, name: str, values: list[dict[str, Any]], like: Any) -> Any:
     """Return one value. Raises `ValueError` if it is not there or of another type, and where two files do not agree."""
+    said = selection.shown
     found = [of_file[name] for of_file in values if name in of_file]
+    found = found or [_number(reader, name, like) for reader in selection.readers if name in reader.names]
     if not found:
         raise ValueError(f"{said} has no value named {name!r}. Leave it out of like, and add it afterwards")
     for value in found:
@@ -456,3 +459,23 @@ def _as(said: str, name: str, values: list[dict[str, Any]], like: Any) -> Any:
     if any(repr(value) != repr(found[0]) for value in found):
         raise ValueError(f"{said}: {name!r} has one value in one file, and another in another. Load one of them by itself")
     return found[0]
+
+
+def _number(reader: Reader, name: str, like: Any) -> Any:
+    """Return the number that an array of shape () is: a step counter begins as a number, and the first step makes an array of it.
+
+    Raises `ValueError` for an array that is none of the type of `like`.
+    """
+    array = reader.array(name)
+    stretch = reader.stretch(name)
+    if array.shape == () and stretch is not None:
+        # Not through the mapping: where the file was cut off meanwhile, that would end the process.
+        raw = os.pread(stretch.descriptor, stretch.nbytes, stretch.start)
+        if len(raw) < stretch.nbytes:
+            raise ValueError(f"{shown(reader.file)} was cut off while it was loaded")
+        array = np.frombuffer(raw, array.dtype).reshape(())
+    number = array.item() if array.shape == () else None
+    if type(number) is not type(like):
+        kind = f"an array of shape {array.shape} and dtype {array.dtype}"
+        raise ValueError(f"{shown(reader.file)}: {name!r} is {kind}, and a {type(like).__qualname__} in like")
+    return number
