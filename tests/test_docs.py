@@ -56,6 +56,7 @@ def test_there_are_programs() -> None:
         "overlap",
         "pipelines",
         "reports",
+        "services",
         "tracing",
     }
 

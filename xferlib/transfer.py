@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, final
@@ -52,6 +52,9 @@ class LazyValue(Generic[TreeT]):
 
 FIRST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
+SPIN_SECONDS = 200e-6
+"""So long an awaited transfer is asked for at each turn of the event loop, whose naps are no shorter than a millisecond."""
+LONGEST_AWAITED_NAP_SECONDS = 10e-3
 NO_ARRAY = "a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done"
 
 
@@ -71,8 +74,10 @@ os.register_at_fork(after_in_child=_count_fork)
 class Transfer(Generic[TreeT_co]):
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
-    Holds the arrays. If a copy failed, `done`, `synchronize`, `result`, `value` and `value_on` raise `TransferError` each
-    time. In debug mode they raise `SourceRewrittenError`, each time, for sources that were written to before the transfer was done.
+    Holds the arrays. In a task of asyncio `await transfer` is `result()` that lets other tasks run meanwhile; see `__await__`.
+
+    If a copy failed, `done`, `synchronize`, `result`, `value`, `value_on` and `await` raise `TransferError` each time. In debug
+    mode they raise `SourceRewrittenError`, each time, for sources that were written to before the transfer was done.
     In a child that was forked meanwhile they raise `BackendUnavailableError` where they would wait.
     """
 
@@ -153,6 +158,14 @@ class Transfer(Generic[TreeT_co]):
             self._poll(timeout)
         # A get is over now, and its arrays are the host's.
         return self._arrays() if self._on_host else self.value
+
+    def __await__(self) -> Generator[Any, None, TreeT_co]:
+        """Let other tasks of asyncio run until the transfer is done, and return its arrays as `result()` does: `await transfer`.
+
+        No thread waits for it, and the stream of a put is the current one of the event loop's thread: with `result` in an executor
+        it is that of the executor's thread. A task that is cancelled meanwhile leaves the transfer as it is. Raises as `result()`.
+        """
+        return self._awaited().__await__()
 
     def done(self) -> bool:
         """Tell whether the transfer is done: the arrays hold the data and the sources are free. Late at times, never early."""
@@ -298,6 +311,16 @@ class Transfer(Generic[TreeT_co]):
                 raise TimeoutError(f"the transfer is not done after {timeout} seconds")
             time.sleep(min(nap, left))
             nap = min(2 * nap, LONGEST_NAP_SECONDS)
+
+    async def _awaited(self) -> TreeT_co:
+        # Not at the top: it takes as long to import as half of xferlib, and few programs need it.
+        import asyncio
+
+        began = time.monotonic()
+        while not self.done():
+            waited = time.monotonic() - began
+            await asyncio.sleep(0 if waited < SPIN_SECONDS else min(waited / 4, LONGEST_AWAITED_NAP_SECONDS))
+        return self.value
 
     def _failed(self, cause: Exception) -> TransferError:
         # Without its traceback, whose frames lead back here.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,3 +269,77 @@ def test_a_transfer_that_ended_before_a_later_one_lets_go_of_nothing_of_that(sta
         assert [ref() is None for ref in refs] == [True, False]
     second.synchronize()
     assert [ref() is None for ref in refs] == [True, True]
+
+
+def test_other_tasks_run_while_a_transfer_is_awaited(stager: xferlib.Stager) -> None:
+    async def main() -> None:
+        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's
+            started = [stager.put(np.full(3, number)) for number in range(4)]
+            awaited = asyncio.gather(*started)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not awaited.done()
+            gate.set()
+            assert [array.tolist() for array in await awaited] == [[number] * 3 for number in range(4)]
+        # Nobody else need run for what is done.
+        with pytest.raises(StopIteration) as caught:
+            started[0].__await__().send(None)
+        assert caught.value.value.tolist() == [0] * 3
+        assert (await stager.get(started[1].value)).tolist() == [1] * 3
+
+    asyncio.run(main())
+
+
+def test_whoever_no_longer_awaits_a_transfer_leaves_it_sound(stager: xferlib.Stager) -> None:
+    async def main() -> None:
+        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's
+            started = stager.put(np.ones(3))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(started, 0.001)
+            assert not started.done()
+            gate.set()
+            assert (await started).tolist() == [1] * 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_failure_is_raised_each_time_that_it_is_awaited(on_host: bool) -> None:
+    async def main() -> None:
+        failed = transfer(Point(error=Broke("down")), on_host=on_host)
+        for _ in range(2):
+            with pytest.raises(xferlib.TransferError, match="the copy failed: down") as caught:
+                await failed
+            assert isinstance(caught.value.__cause__, Broke)
+
+    asyncio.run(main())
+
+
+def test_an_awaited_transfer_is_asked_for_less_often_the_longer_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    naps: list[float] = []
+    point = Point()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        naps.append(seconds)
+        now += seconds or 50e-6
+        point.reached = now > 1
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr("xferlib.transfer.time", SimpleNamespace(monotonic=lambda: now))
+    waiting: Awaitable[object] = transfer(point, on_host=True)
+
+    async def main() -> object:
+        return await waiting
+
+    with pytest.raises(StopIteration, match="value"):
+        main().send(None)
+    # First at each turn of the event loop, then after a quarter of the time that it took, a hundred times a second at least.
+    assert naps[:4] == [0] * 4
+    assert naps == sorted(naps)
+    assert naps[4] == 50e-6
+    assert naps[-1] == 10e-3
+    assert len(naps) < 150
+    # The host did not wait.
+    assert point.synchronized == 0

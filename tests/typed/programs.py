@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["PROGRAMS"]
 
 HEADER = """
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,11 @@ def gets(stager: xferlib.Stager, batch: Batch, array: DeviceArray, host: Array, 
     assert_type(stager.get(known), xferlib.Transfer[dict[str, Any]])
     assert_type(stager.get(array, out=host).result(), Array)
     assert_type(stager.get(batch, out=batch), xferlib.Transfer[Batch])
+
+async def awaited(stager: xferlib.Stager, batch: Batch, array: DeviceArray) -> None:
+    (await stager.put(batch))["imgae"]  # E: typeddict-item
+    assert_type(await stager.get(array), Array)
+    assert_type(await asyncio.wait_for(stager.get(array), 1), Array)
 
 def bare(transfer: xferlib.Transfer) -> None:
     transfer.value.anything()
