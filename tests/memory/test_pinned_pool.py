@@ -212,7 +212,7 @@ def test_a_full_pool_raises_when_nothing_in_flight_can_help() -> None:
 def test_a_request_above_the_limit_says_so_at_once() -> None:
     driver = Driver()
     pool = driver.pool(4 * MIB)
-    with pytest.raises(AllocationError, match="more than pinned_limit=4194304"):
+    with pytest.raises(AllocationError, match=r"more than pinned_limit=4194304 .*, or open the stager with when_full='stage'"):
         pool.take(4 * MIB + 1)
     assert driver.peak == 0
 

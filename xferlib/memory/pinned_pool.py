@@ -180,7 +180,7 @@ class PinnedPool(Table):
         if size > self.limit // PAGE * PAGE:
             raise AllocationError(
                 f"{in_words(nbytes)} of pinned memory asked, more than pinned_limit={self.limit} ({in_words(self.limit)}). "
-                "Raise pinned_limit, or use smaller arrays"
+                "Raise pinned_limit, use smaller arrays, or open the stager with when_full='stage', which makes them pageable"
             )
         request = _NEW(PoolRequest, (size, nbytes, taken, write_combined, for_array))
         number = self._count()
