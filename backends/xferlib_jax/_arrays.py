@@ -155,8 +155,11 @@ class ArrayCheck:
         # By identity: a comparison might take any time.
         self._shardings: dict[int, Any] = {}
 
-    def __call__(self, array: JaxArray) -> None:
-        """Raise `TypeError` unless this is a JAX array with memory, `ValueError` unless all of it is there, on the device."""
+    def __call__(self, array: JaxArray) -> JaxArray:
+        """Return the array or, if it is replicated, its copy on the device.
+
+        Raises `TypeError` unless this is a JAX array with memory, `ValueError` unless all of it is there, on the device.
+        """
         # Random keys have a dtype of JAX's own.
         if type(array) not in self._classes or not isinstance(array.dtype, np.dtype):
             _check_class(array)
@@ -167,14 +170,19 @@ class ArrayCheck:
             )
         sharding = array.sharding
         if self._shardings.get(id(sharding)) is not sharding:
-            _check_sharding(sharding, self._device)
+            replicated = len(sharding.device_set) > 1 and sharding.is_fully_replicated and self._device in sharding.device_set
+            if not replicated:
+                _check_sharding(sharding, self._device)
             if sharding.memory_kind in self._refused_kinds:
                 raise ValueError(
                     f"the array is in host memory ({sharding.memory_kind}) already. Look at it with numpy.asarray(array)"
                 )
+            if replicated:
+                return next(shard.data for shard in array.addressable_shards if shard.device == self._device)
             if len(self._shardings) >= MOST_SHARDINGS:
                 self._shardings.clear()
             self._shardings[id(sharding)] = sharding
+        return array
 
     def accepts(self, arrays: Sequence[JaxArray]) -> bool:
         """Tell whether it raises for none of the arrays, in a fraction of the time. False: it may raise for one of them."""
@@ -214,8 +222,8 @@ def _check_sharding(sharding: Any, device: Any) -> None:
     devices = sharding.device_set
     if len(devices) > 1 or not sharding.is_fully_addressable:
         raise ValueError(
-            f"the array is spread over {len(devices)} devices, a stager moves those of one. Get its shards, each with a stager "
-            "of its device: [shard.data for shard in array.addressable_shards]"
+            f"the array is spread over {len(devices)} devices, and this stager moves those of {device}, and replicated ones that "
+            "have a copy there. Get its shards, each by a stager of its device: [shard.data for shard in array.addressable_shards]"
         )
     (found,) = devices
     if found != device:

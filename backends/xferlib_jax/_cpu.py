@@ -142,7 +142,7 @@ class CpuStager:
     def place(self, array: JaxArray | Part, stream: object | None = None) -> protocol.Source:
         if type(array) is Part:
             return located([array], self.place)[0]
-        self._check_array(array)
+        array = self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
         capsule = None
@@ -172,8 +172,7 @@ class CpuStager:
 
     def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray] | list[Part]:
         if not self._check_array.accepts(arrays):
-            for array in arrays:
-                self._check_array(array)
+            arrays = [self._check_array(array) for array in arrays]
         if stream is not None:
             self.check_stream(stream)
         return copies(arrays, self.jax_device)

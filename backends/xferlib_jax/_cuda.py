@@ -192,8 +192,7 @@ class CudaStager:
 
     def copied(self, arrays: Sequence[JaxArray], stream: object | None = None) -> list[JaxArray] | list[Part]:
         if not self._check_array.accepts(arrays):
-            for array in arrays:
-                self._check_array(array)
+            arrays = [self._check_array(array) for array in arrays]
         if stream is not None:
             self.check_stream(stream)
         return copies(arrays, self.jax_device)
@@ -222,7 +221,7 @@ class CudaStager:
 
     def _source(self, array: JaxArray, stream: object | None, waiting: int) -> Source:
         """Make one of our streams wait for what produces the array, and return its memory in C order."""
-        self._check_array(array)
+        array = self._check_array(array)
         if stream is not None:
             self.check_stream(stream)
         capsule = self._export(array, stream=waiting)

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -95,6 +96,46 @@ def test_every_shard_is_right_and_crosses_the_bus_once(spec: Any, stagers: tuple
     for array, batch in zip(all_of(batches, over(*spec), stagers=stagers), batches, strict=True):
         assert_is(array, batch, over(*spec))
     assert pulled(stagers) == 3 * batches[0].nbytes
+
+
+def told_apart(shape: tuple[int, ...], sharding: Any) -> Any:
+    """Return an array that is replicated over devices, and has the number of each on that."""
+    copies = [jax.device_put(np.full(shape, device.id, np.float32), device) for device in sharding.device_set]
+    return jax.make_array_from_single_device_arrays(shape, sharding, copies)
+
+
+def test_a_stager_gets_the_copy_on_its_own_device_of_what_is_replicated(stagers: tuple[Stager, ...]) -> None:
+    array = told_apart((33, 5), over())
+    small = told_apart((), NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec()))
+    for number, stager in enumerate(stagers):
+        got = stager.get({"array": array, "small": small}).result()
+        assert got["array"].shape == (33, 5)
+        assert (got["array"] == number).all()
+        assert got["small"] == number
+    # As a step leaves it, computed or not.
+    for _ in range(3):
+        array = jax.jit(lambda x: x + 1, out_shardings=over())(array)
+        assert (stagers[5].get(array).result() >= 1).all()
+    assert stagers[0].get(array).result().shape == (33, 5)
+    split = jax.device_put(np.zeros((8, 8), np.float32), over("a"))
+    half = told_apart((3,), NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec()))
+    assert stagers[3].get(half).result().tolist() == [3] * 3
+    for stager, refused in ((stagers[0], split), (stagers[4], half)):
+        with pytest.raises(ValueError, match="is spread over"):
+            stager.get(refused)
+    array.delete()
+    with pytest.raises(ValueError, match="was deleted"):
+        stagers[0].get(array)
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_what_is_replicated_is_saved_from_the_stagers_device(stagers: tuple[Stager, ...], tmp_path: Path, snapshot: bool) -> None:
+    state = {f"{number}": told_apart((number + 1, 7), over()) for number in range(3)}
+    for number in (0, 6):
+        path = xferlib.save(tmp_path / "state.safetensors", state, stagers[number], snapshot=snapshot).result(60)
+        back = xferlib_jax.load(path, like=state)
+        for name, array in state.items():
+            assert_is(back[name], np.full(array.shape, number, np.float32), over())
 
 
 @pytest.mark.parametrize(

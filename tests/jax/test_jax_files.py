@@ -460,9 +460,10 @@ def test_a_reader_survives_that_another_thread_deletes_what_it_looks_for(stager:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
-        def __call__(self, array: Any) -> None:
-            self.inner(array)
+        def __call__(self, array: Any) -> Any:
+            found = self.inner(array)
             array.delete()
+            return found
 
         def accepts(self, arrays: Any) -> bool:
             found = self.inner.accepts(arrays)
