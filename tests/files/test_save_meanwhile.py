@@ -21,7 +21,7 @@ from tests.core.fakes import held, on_thread, until
 from tests.files.saves import MIB, bits, held_files, held_writes, only, same, there
 from xferlib import ledger
 from xferlib.byte_reader import ByteReader
-from xferlib.files import pace
+from xferlib.files import outcome, pace
 from xferlib.files.pace import READS_AHEAD
 from xferlib.files.plan import MOST_ARRAYS, Layout, Plan
 from xferlib.files.temporary import TemporaryFile
@@ -652,3 +652,19 @@ def test_small_members_of_an_archive_do_not_each_wait_for_puts(
     assert 10 <= len(waits) <= 20
     with np.load(path) as found:
         assert all((found[name] == array).all() for name, array in arrays.items())
+
+
+def test_a_save_waits_first_for_the_one_directly_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each that ends would wake all that are behind it."""
+    asked: list[int] = []
+    outcomes = [outcome.Outcome(tmp_path / f"step_{number}.npy") for number in range(20)]
+    elsewhere = outcome.Outcome(tmp_path / "other_3.npy")
+    for one in [*outcomes, elsewhere]:
+        one.enter()
+    try:
+        monkeypatch.setattr(outcome, "_goes_on", asked.append)
+        outcomes[-2].wait_for_older()
+    finally:
+        for one in [*outcomes, elsewhere]:
+            one.end()
+    assert asked == [one._number for one in reversed(outcomes[:-2])]

@@ -132,7 +132,8 @@ class Outcome:
     def wait_for_older(self) -> None:
         """Wait for the saves of the same series that were called for before this one: their files must be there first."""
         older = [outcome._number for outcome in _found() if outcome._is_before(self)]
-        for number in older:
+        # For the last of them first, which waits for those before it: if all waited for the first, each end would wake them all.
+        for number in sorted(older, reverse=True):
             while self.error is None and _goes_on(number):
                 pass
 
