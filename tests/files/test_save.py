@@ -416,6 +416,22 @@ def test_a_value_that_the_file_has_not_is_refused(stager: Stager, tmp_path: Path
         xferlib.load(path, stager, like={"w": np.zeros(3, np.float32), "step": 1, "name": "new"})
 
 
+def test_what_rode_along_and_is_wanted_as_an_array_is_named_as_that(stager: Stager, tmp_path: Path) -> None:
+    array = np.zeros(3, np.float32)
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    xferlib.save(paths[0], {"w": there(stager, array), "step": 3}, stager).result(20)
+    xferlib.save(paths[1], {"v": there(stager, array)}, stager).result(20)
+    wrong: list[dict[str, Any]] = [{"names": ["step"]}, {"like": {"w": array, "step": np.zeros((), np.int32)}}]
+    for path in (paths[0], paths):
+        for wanted in wrong:
+            with pytest.raises(ValueError, match=r"no array named 'step': 3 rode along .* like=, with a value of type int in its"):
+                xferlib.load(path, stager, **wanted)
+        with pytest.raises(ValueError, match=r"no array named 'stop'\. "):
+            xferlib.load(path, stager, names=["stop"])
+    # Alone, it is read without the arrays.
+    assert xferlib.load(paths, stager, like={"step": 0}) == {"step": 3}
+
+
 def test_what_is_like_nothing_is_refused(stager: Stager, tmp_path: Path) -> None:
     array = there(stager, np.arange(3))
     alone = xferlib.save(tmp_path / "a.npy", array, stager).result(20)

@@ -10,6 +10,7 @@ import difflib
 import errno
 import glob
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
@@ -72,7 +73,8 @@ def select(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Selec
     reader = files.enter_context(opened(file))
     if file.suffix.lower() == ".npy":
         return Selection(shown(file), dict.fromkeys(reader.names, reader), [reader], True, reader.names)
-    return Selection(shown(file), dict.fromkeys(_chosen(shown(file), reader.names, names), reader), [reader], False, reader.names)
+    chosen = _chosen(shown(file), reader.names, names, [reader])
+    return Selection(shown(file), dict.fromkeys(chosen, reader), [reader], False, reader.names)
 
 
 def _one_of_several(path: object) -> Path:
@@ -105,7 +107,7 @@ def _several(said: str, paths: Sequence[Path], names: Sequence[str] | None, file
                     f"{name!r} is in {shown(found[name].file)} and in {shown(reader.file)}. Load one of them by itself"
                 )
             found[name] = reader
-    return Selection(said, {name: found[name] for name in _chosen(said, list(found), names)}, readers, False, list(found))
+    return Selection(said, {name: found[name] for name in _chosen(said, list(found), names, readers)}, readers, False, list(found))
 
 
 def _with_names(file: Path) -> Path:
@@ -174,7 +176,8 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _chosen(said: str, found: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+def _chosen(said: str, found: Sequence[str], wanted: Sequence[str] | None, readers: Sequence[Reader] = ()) -> list[str]:
+    """Return the names of arrays that are wanted. `readers`: whose values may have a name that no array has."""
     if wanted is None:
         return list(found)
     known = set(found)
@@ -185,6 +188,9 @@ def _chosen(said: str, found: Sequence[str], wanted: Sequence[str] | None) -> li
             continue
         below = [other for other in found if other.startswith(name)] if isinstance(name, str) and name.endswith(SUBTREE) else []
         if not below:
+            for value in [values[name] for reader in readers if name in (values := reader.values())]:
+                advice = f"Load it by like=, with a value of type {type(value).__qualname__} in its place"
+                raise ValueError(f"{said} has no array {_named(name)}: {reprlib.repr(value)} rode along under that name. {advice}")
             raise ValueError(f"{said} has no array {_named(name)}. {_hint(name, found)}")
         chosen |= dict.fromkeys(below)
     return list(chosen)
