@@ -74,7 +74,7 @@ os.register_at_fork(after_in_child=_count_fork)
 class Transfer(Generic[TreeT_co]):
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
-    Holds the arrays. In a task of asyncio `await transfer` is `result()` that lets other tasks run meanwhile; see `__await__`.
+    Holds the arrays. In a task of asyncio `await transfer` is `result()` without a thread that waits.
 
     If a copy failed, `done`, `synchronize`, `result`, `value`, `value_on` and `await` raise `TransferError` each time. In debug
     mode they raise `SourceRewrittenError`, each time, for sources that were written to before the transfer was done.
