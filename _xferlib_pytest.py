@@ -23,9 +23,10 @@ REQUIRE = "XFERLIB_REQUIRE"
 
 @pytest.fixture(name="assert_overlaps")
 def assert_overlaps() -> Callable[..., None]:
-    """Give `xferlib.assert_overlaps`, which skips the test where there is no GPU.
+    """Give `xferlib.assert_overlaps`, which skips the test where there is no GPU, once the loop has run some steps.
 
-    If `XFERLIB_REQUIRE` is set, as in CI with a GPU, the test fails instead. Where there is a GPU, and CUPTI is missing or another
+    A loop that fails by itself fails the test there, too. If `XFERLIB_REQUIRE` is set, as in CI with a GPU, the test fails for want
+    of a GPU. Where there is a GPU, and CUPTI is missing or another
     tool has it, nothing is skipped: `BackendUnavailableError` says what to do.
     """
     from xferlib.overlap.driver import NoGpuError
@@ -38,6 +39,6 @@ def assert_overlaps() -> Callable[..., None]:
         except NoGpuError as error:
             if os.environ.get(REQUIRE):
                 pytest.fail(f"{REQUIRE}={os.environ[REQUIRE]} forbids to skip this: {error}")
-            pytest.skip(f"{error}. No step of the loop was run")
+            pytest.skip(str(error))
 
     return check

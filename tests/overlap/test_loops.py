@@ -282,7 +282,37 @@ def test_a_loop_that_ends_is_no_verdict_and_it_says_how_many_steps_are_needed(de
         xferlib.assert_overlaps(step)
 
 
-def test_without_a_gpu_it_says_that_a_cpu_has_nothing_to_prove(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xferlib.overlap.driver.LIBRARY", "libxferlib-there-is-none.so")
-    with pytest.raises(xferlib.BackendUnavailableError, match="A CPU has nothing to prove"):
-        xferlib.assert_overlaps(lambda: None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_steps_are_run_and_it_says_that_a_cpu_has_nothing_to_prove() -> None:
+    ran: list[int] = []
+    with pytest.raises(xferlib.BackendUnavailableError, match=r"cannot be tested here.*nothing to prove.*ran: 6 steps") as refused:
+        xferlib.assert_overlaps(lambda: ran.append(1), warmup=4, steps=2)
+    assert len(ran) == 6
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_an_error_of_the_loop_is_raised_as_it_is() -> None:
+    def step() -> None:
+        raise KeyError("weights")
+
+    with pytest.raises(KeyError, match="weights") as raised:
+        xferlib.assert_overlaps(step)
+    assert raised.value.__context__ is None
+    assert "raised by the loop itself, in step 1" in raised.value.__notes__[0]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_a_loop_that_runs_no_step_or_ends_is_told_so() -> None:
+    def loop() -> Iterator[None]:
+        yield
+
+    with pytest.raises(TypeError, match="to call it runs no step"):
+        xferlib.assert_overlaps(loop)
+    with pytest.raises(xferlib.UndecidedError, match="ended after 1 step, and up to 33 are run"):
+        xferlib.assert_overlaps(loop().__next__)

@@ -15,6 +15,10 @@ LOOP = """
 def test_loop(assert_overlaps):
     assert_overlaps(lambda: None, device=0)
 """
+FAULTY = """
+def test_loop(assert_overlaps):
+    assert_overlaps([].pop)
+"""
 OTHER = """
 import sys
 
@@ -53,11 +57,18 @@ def run(folder: Path, program: str = LOOP, conftest: str = "", **environment: st
     return subprocess.run([*command, str(folder)], capture_output=True, text=True, env=environment, cwd=ROOT).stdout
 
 
-def test_without_a_gpu_the_test_is_skipped_and_says_why(tmp_path: Path) -> None:
+def test_without_a_gpu_the_loop_runs_and_the_skip_says_that_it_could_not_be_tested(tmp_path: Path) -> None:
     shown = run(tmp_path)
     assert "1 skipped" in shown
-    assert "A CPU has nothing to prove here" in " ".join(shown.split())
-    assert "No step of the loop was run" in " ".join(shown.split())
+    assert "whether the loop overlaps cannot be tested here" in " ".join(shown.split())
+    assert "The loop itself ran: 6 steps, without an error" in " ".join(shown.split())
+
+
+def test_without_a_gpu_a_loop_that_fails_by_itself_fails_the_test(tmp_path: Path) -> None:
+    shown = " ".join(run(tmp_path, FAULTY).split())
+    assert "1 failed" in shown
+    assert "IndexError: pop from empty list" in shown
+    assert "raised by the loop itself, in step 1. Besides, whether the loop overlaps cannot be tested here" in shown
 
 
 def test_where_it_is_required_it_fails(tmp_path: Path) -> None:

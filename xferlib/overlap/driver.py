@@ -24,8 +24,8 @@ ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_IS_MANAGED = 2, 8
 PORTABLE_AND_MAPPED = 1 | 2
 DISABLE_TIMING, NON_BLOCKING, WAIT_GEQ, RELAXED = 2, 1, 0, 2
 NO_GPU = (
-    "assert_overlaps holds work on an NVIDIA GPU, and {reason}. A CPU has nothing to prove here: its cores make copies and compute "
-    "alike. Run this test where a GPU is, or skip it"
+    "whether the loop overlaps cannot be tested here: assert_overlaps holds work on an NVIDIA GPU, and {reason}. A CPU has nothing "
+    "to prove: its cores make copies and compute alike"
 )
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import replace
-from typing import Literal, final
+from typing import Literal, NoReturn, final
 
-from xferlib.errors import UndecidedError
+from xferlib.errors import UndecidedError, add_note
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import CallRecording, recorded
 from xferlib.overlap.calls import DIRECTIONS, Baseline, CopyDirection, CudaCall, HeldSteps
-from xferlib.overlap.driver import Driver, DriverError
+from xferlib.overlap.driver import Driver, DriverError, NoGpuError
 from xferlib.overlap.hold import ENOUGH, REST_SECONDS, LoopHold, Rehearsal
 from xferlib.overlap.verdict import judge
+from xferlib.words import counted
 
 __all__ = ["assert_overlaps"]
 
@@ -47,8 +48,11 @@ def assert_overlaps(
     Work on other devices than `device` is not looked at. Nothing else in the process may use CUPTI meanwhile (profilers do), and
     nothing else should use CUDA. A wait of the loop that would never end is ended from outside after some seconds.
 
+    Without a GPU it runs `warmup` and `steps` steps, so that errors of the loop's own show there, too, and then raises
+    `BackendUnavailableError`: a CPU has nothing to prove.
+
     Raises `AssertionError` with the causes, each with the line that is to blame, if it does not overlap; `UndecidedError` if that
-    cannot be told, and why; `BackendUnavailableError` without a GPU or CUPTI: a CPU has nothing to prove.
+    cannot be told, and why; `BackendUnavailableError` without a GPU or CUPTI; what a step raises.
     """
     __tracebackhide__ = True
     if not callable(step):
@@ -62,9 +66,18 @@ def assert_overlaps(
         raise ValueError(f"warmup={warmup!r}: expected at least 1. What runs for the first time waits for all else")
     if nbytes < 1:
         raise ValueError(f"nbytes={nbytes!r}: expected at least 1")
-    driver = Driver(device)
+    loop = _UserLoop(step, warmup + steps * (1 + MOST_REHEARSALS + MOST_HOLDS * (1 + len(DIRECTIONS))))
+    try:
+        driver = Driver(device)
+    except NoGpuError as error:
+        no_gpu = str(error)
+    else:
+        no_gpu = ""
+    if no_gpu:
+        # Not where the lack was caught: what a step raises would be told as a consequence of that.
+        _run_unwatched(loop, warmup + steps, no_gpu)
     with recorded(driver) as recording:
-        found = _watched(_Watch(recording, driver, step, steps, nbytes), warmup)
+        found = _watched(_Watch(recording, driver, loop, steps, nbytes), warmup)
     verdict = judge(*found)
     if verdict.findings:
         raise AssertionError("the loop does not overlap its copies with its compute:\n" + _listed(verdict.findings))
@@ -83,23 +96,61 @@ def _watched(watch: _Watch, warmup: int) -> tuple[Baseline, list[HeldSteps], lis
     return baseline, held, watch.calls
 
 
+def _run_unwatched(loop: _UserLoop, count: int, no_gpu: str) -> NoReturn:
+    """Run steps where nothing can be held, and raise `NoGpuError`, unless a step raises before."""
+    __tracebackhide__ = True
+    for _ in range(count):
+        try:
+            loop.run_step()
+        except Exception as error:
+            add_note(error, f"raised by the loop itself, in step {loop.made + 1}. Besides, {no_gpu}")
+            raise
+    raise NoGpuError(f"{no_gpu}. The loop itself ran: {count} steps, without an error")
+
+
 def _listed(lines: Iterable[object]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
 @final
-class _Watch:
-    """Runs the steps. All methods are called by the thread of the loop."""
+class _UserLoop:
+    """Somebody's loop, and how many of its steps were run."""
 
-    def __init__(self, recording: CallRecording, driver: Driver, step: Callable[[], object], steps: int, smallest: int) -> None:
+    def __init__(self, step: Callable[[], object], most: int) -> None:
+        """`most`: how many steps are run at most, where they can be watched."""
+        self.made = 0
+        self._step = step
+        self._most = most
+
+    def run_step(self) -> None:
+        try:
+            made = self._step()
+        except StopIteration as ended:
+            raise UndecidedError(
+                f"the loop ended after {counted(self.made, 'step')}, and up to {self._most} are run: compute and copies are held "
+                "in turn. Let its source begin anew, as itertools.cycle does"
+            ) from ended
+        if isinstance(made, Generator | Coroutine):
+            made.close()
+            raise TypeError(
+                f"step: to call it runs no step, since it returns a {type(made).__name__}. Of a generator pass the method "
+                "__next__; run a coroutine to its end inside the function"
+            )
+        self.made += 1
+
+
+@final
+class _Watch:
+    """Watches the steps. All methods are called by the thread of the loop."""
+
+    def __init__(self, recording: CallRecording, driver: Driver, loop: _UserLoop, steps: int, smallest: int) -> None:
         self._recording = recording
         self._driver = driver
-        self._step = step
+        self._loop = loop
         self._steps = steps
         self._smallest = smallest
         self._slowest = 0.0
         self._first = 0
-        self._made = self._most = 0
 
     @property
     def calls(self) -> list[CudaCall]:
@@ -107,9 +158,8 @@ class _Watch:
         return self._recording.calls[self._first :]
 
     def warm_up(self, count: int) -> None:
-        self._most = count + self._steps * (1 + MOST_REHEARSALS + MOST_HOLDS * (1 + len(DIRECTIONS)))
         for _ in range(count):
-            self._run_step()
+            self._loop.run_step()
         # The first wait for a gate loads what it needs.
         self._rest()
         self._first = len(self._recording.calls)
@@ -119,7 +169,7 @@ class _Watch:
         recording = self._recording
         for _ in range(self._steps):
             began = time.monotonic()
-            self._run_step()
+            self._loop.run_step()
             self._slowest = max(self._slowest, time.monotonic() - began)
             self._check()
             self._rest()
@@ -205,7 +255,7 @@ class _Watch:
             recording.listener = hold
             hold.start()
             for _ in range(self._steps):
-                self._run_step()
+                self._loop.run_step()
                 self._check()
                 recording.step += 1
                 hold.returned += 1
@@ -227,22 +277,6 @@ class _Watch:
         gate.give_back()
         if error is not None:
             raise error
-
-    def _run_step(self) -> None:
-        try:
-            made = self._step()
-        except StopIteration as ended:
-            raise UndecidedError(
-                f"the loop ended after {self._made} steps, and up to {self._most} are run: compute and copies are held in turn. "
-                "Let its source begin anew, as itertools.cycle does"
-            ) from ended
-        if isinstance(made, Generator | Coroutine):
-            made.close()
-            raise TypeError(
-                f"step: to call it runs no step, since it returns a {type(made).__name__}. Of a generator pass the method "
-                "__next__; run a coroutine to its end inside the function"
-            )
-        self._made += 1
 
     def _patience(self) -> float:
         return max(PATIENCE_SECONDS, 4 * self._slowest)
