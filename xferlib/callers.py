@@ -1,21 +1,55 @@
-"""Find out which threads are inside a call of an object. Their frames tell, so no call has to note anything that could be lost."""
+"""Find out which threads are inside a call of an object, and which line of a program called ours.
+
+Frames tell, so no call has to note anything that could be lost.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
+import warnings
 from _thread import get_ident
 from collections.abc import Callable, Collection
 from functools import partial
 from operator import attrgetter, call
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple, final
 
-__all__ = ["caller_of", "frame_of", "is_called", "wait_for_callers"]
+__all__ = ["UserLine", "caller_of", "frame_of", "is_called", "user_frame", "user_line", "wait_for_callers"]
 
 CALL_LOOK_SECONDS = 1e-3
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
+
+
+@final
+class UserLine(NamedTuple):
+    """A line that is not ours. What stands there may be warned of later, on whatever thread."""
+
+    file: str
+    line: int
+    module: str
+    shown: dict[Any, Any]
+    """What was shown of its module: Python's own note."""
+
+    def warn(self, words: str, category: type[Warning] = RuntimeWarning) -> None:
+        """Issue a warning, as `warnings.warn` would at this line."""
+        warnings.warn_explicit(words, category, self.file, self.line, self.module, self.shown)
+
+
+def user_line() -> UserLine:
+    """Return the line of `user_frame`."""
+    frame = user_frame()
+    shown = frame.f_globals.setdefault("__warningregistry__", {})
+    return UserLine(frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__")), shown)
+
+
+def user_frame() -> FrameType:
+    """Return the innermost frame of this thread that is not ours; its outermost, if all are: that of a thread that we started."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
+        frame = frame.f_back
+    return frame
 
 
 def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) -> None:
@@ -52,6 +86,11 @@ def _is_inside(frame: FrameType | None, of: object, methods: Collection[CodeType
             return True
         frame = caller_of(frame)
     return False
+
+
+def _is_ours(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package == "xferlib" or package.startswith("xferlib_")
 
 
 def _uncollected(ask: Callable[[], Any]) -> Any:

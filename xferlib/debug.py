@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import weakref
 import zlib
 from _thread import get_native_id
@@ -24,6 +23,7 @@ from typing import Any, TypeVar, final
 
 import numpy as np
 
+from xferlib.callers import user_frame
 from xferlib.errors import SourceRewrittenError
 from xferlib.memory.arrays import Array
 from xferlib.memory.foreign import copy_foreign, is_foreign
@@ -54,9 +54,7 @@ def wanted(debug: bool | None) -> bool:
 
 def caller() -> str:
     """Say where the innermost frame that is not ours stands. On a thread of ours, say for whom it works."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
-        frame = frame.f_back
+    frame = user_frame()
     if frame.f_globals.get("__name__") == "threading" and (begun_at := LOG.served.get(get_native_id())) is not None:
         return f"{begun_at}, on the thread of the pipeline that was begun there"
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -322,11 +320,6 @@ class Check:
     def quiet(self) -> Check:
         """The same, for whoever only waits: verifies and raises nothing."""
         return Check(self._put, raises=False)
-
-
-def _is_ours(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package == "xferlib" or package.startswith("xferlib_")
 
 
 _numbers = itertools.count()

@@ -455,6 +455,10 @@ def test_a_source_that_gives_more_batches_than_it_said_is_taken_whole_and_told_w
     assert found == list(range(said, 5))
     assert len(told) == 1
     assert told[0].filename == __file__
+    # Also where no line of the program asks for the batches.
+    with pytest.warns(RuntimeWarning, match="gives more batches") as told:
+        list(xferlib.prefetch(xferlib.prefetch(Understated(said), stager), stager))
+    assert [told[0].filename] == [__file__]
     # It is as far ahead as was asked.
     with xferlib.prefetch(Understated(2), stager) as loop:
         assert len(list(loop)) == 5

@@ -180,8 +180,9 @@ def test_close_does_not_wait_for_ever_for_a_source_that_is_stuck(stager: xferlib
     source = Source(9, stop_at=1)
     batches = xferlib.prefetch(iter(source), stager)
     assert source.stopped.wait(PATIENCE)
-    with pytest.warns(ResourceWarning, match="did not come back"):
+    with pytest.warns(ResourceWarning, match="did not come back") as told:
         batches.close()
+    assert told[0].filename == __file__
     moved = stager.stats().h2d_nbytes
     source.gate.set()
     thread_of(batches).join(PATIENCE)

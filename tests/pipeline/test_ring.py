@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -173,6 +174,28 @@ def test_who_waits_for_slots_that_nobody_gives_back_is_told_who_has_them(
         # Nothing was lost, and the ring goes on.
         held_there.clear()
         assert len([*held_here, ring.acquire(), ring.acquire()]) == 3
+
+
+@pytest.mark.parametrize("call", ["acquire", "collate"])
+def test_who_waits_is_told_at_the_line_that_asks_for_a_slot(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(ring_module, "STUCK_SECONDS", 0.01)
+    with xferlib.Ring(stager, ((4,), np.uint8), slots=1) as ring:
+        held = [ring.acquire()]
+        lines: list[int] = []
+
+        def ask() -> xferlib.Slot[Any]:
+            lines.append(sys._getframe().f_lineno + 1)
+            return ring.acquire() if call == "acquire" else ring.collate([np.uint8(1)])
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            waiting = on_thread(ask)
+            until(lambda: told)
+            held.clear()
+            waiting.result(PATIENCE)
+        assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, lines[0])]
 
 
 def test_who_waits_is_told_once(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -105,6 +106,21 @@ def test_a_replaced_worker_is_told_of(ring: SharedRing, gate: Callable[[int], Ga
     with pytest.warns(RuntimeWarning, match=r"worker \d+ was killed by SIGKILL while it filled a slot for task 0 .*tries again"):
         assert first(next(run)) == 0
     following.result(10)
+
+
+@pytest.mark.parametrize("within", ["a for", "a prefetch"])
+def test_a_replaced_worker_is_told_of_at_the_line_that_began_the_run(
+    ring: SharedRing, stager: xferlib.Stager, tmp_path: Path, within: str
+) -> None:
+    """Also where a thread of ours goes over the batches, which has no line of the program's."""
+    once = str(tmp_path / "killed")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run, line = ring.run(fills.die_once, [once], workers=1), sys._getframe().f_lineno
+        for batch in run if within == "a for" else xferlib.prefetch(run, stager):
+            assert first(batch) == 1
+    said = [warning for warning in told if "was killed by SIGKILL" in str(warning.message)]
+    assert [(warning.filename, warning.lineno) for warning in said] == [(__file__, line)]
 
 
 def test_or_is_raised_in_place_of_its_batch_and_the_rest_goes_on(ring: SharedRing) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NoReturn, TypeVar, final
 
+from xferlib.callers import user_line
 from xferlib.checks import whole_number
 from xferlib.debug import caller
 from xferlib.errors import ClosedError, XferError
@@ -154,11 +154,10 @@ class BackgroundIterator(Generic[T]):
         shared = self._shared
         shared.stop()
         if not self._join() and shared.clock.part == "source":
-            warnings.warn(
+            user_line().warn(
                 f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
                 "Its thread ends when it does",
                 ResourceWarning,
-                stacklevel=2,
             )
         shared.items.clear()
 

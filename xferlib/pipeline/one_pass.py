@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import repeat
 from operator import call
 from types import GeneratorType
 from typing import Any, Self, TypeVar
+
+from xferlib.callers import user_line
 
 __all__ = ["OnePass", "capped_depth", "known_length", "steps", "warn_of_ended"]
 
@@ -73,13 +73,8 @@ def warn_of_ended(source: object, name: str) -> None:
     """
     if not isinstance(source, GeneratorType) or source.gi_frame is not None:
         return
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("xferlib"):
-        level, frame = level + 1, frame.f_back
     advice = f", as in {source.__name__}()" if source.__name__.isidentifier() else ""
-    warnings.warn(
+    user_line().warn(
         f"{name}: this generator has ended, and the loop gets nothing from it. Make a new one for each loop, and so for each "
-        f"epoch{advice}",
-        RuntimeWarning,
-        level,
+        f"epoch{advice}"
     )

@@ -7,13 +7,13 @@ whose current stream is the one that will use the arrays, if no other is named.
 from __future__ import annotations
 
 import reprlib
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, final, overload
 
 import numpy as np
 
+from xferlib.callers import user_line
 from xferlib.checks import check_iterable, uncopied, whole_number
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.latch import is_over
@@ -166,6 +166,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
         self._asked = whole_number(depth, "depth", least=1)
         self._length = length = known_length(batches)
         depth = capped_depth(self._asked, length)
+        self._begun_at = user_line()
         self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
@@ -248,11 +249,9 @@ class Prefetch(OnePass, Generic[TreeT_co]):
         self._late += late
         self._taken += 1
         if self._taken - 1 == self._length and self._background.depth < self._asked:
-            warnings.warn(
+            self._begun_at.warn(
                 f"len() of the source said {self._length}, and it gives more batches: the loop is {self._background.depth} ahead, "
-                f"not {self._asked}. Correct its __len__, or pass iter(source)",
-                RuntimeWarning,
-                stacklevel=3,
+                f"not {self._asked}. Correct its __len__, or pass iter(source)"
             )
         return value
 

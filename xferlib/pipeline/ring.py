@@ -13,7 +13,6 @@ import gc
 import itertools
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any, Generic, NoReturn, SupportsIndex, final
 
 import numpy as np
 
+from xferlib.callers import user_line
 from xferlib.checks import checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import ClosedError, TransferError
@@ -260,12 +260,10 @@ class Ring(Generic[TreeT_co]):
     def _tell(self) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         holders = Counter(repr(names[ident]) if ident in names else "a thread that has ended" for ident in self._acquired_by)
-        warnings.warn(
+        user_line().warn(
             f"no slot has come back for {STUCK_SECONDS:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
             f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way and device views. "
-            "Put or release one before another is acquired, let go of its arrays, or give the ring more slots",
-            RuntimeWarning,
-            4,
+            "Put or release one before another is acquired, let go of its arrays, or give the ring more slots"
         )
 
     def _check_open(self) -> None:

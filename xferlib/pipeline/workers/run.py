@@ -10,11 +10,11 @@ import gc
 import pickle
 import reprlib
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
+from xferlib.callers import user_line
 from xferlib.checks import uncopied
 from xferlib.errors import WorkerDiedError, WorkerError, add_note, anew
 from xferlib.ledger import reap_all
@@ -93,6 +93,8 @@ class Run(OnePass, Iterator[TreeT_co]):
         on_death: OnDeath,
         retries: int,
     ) -> None:
+        # What iterates it may be a thread that runs only our code, such as that of a prefetch.
+        self._begun_at = user_line()
         self._owner = owner
         self._pool = pool
         self._slots = slots
@@ -123,7 +125,7 @@ class Run(OnePass, Iterator[TreeT_co]):
                     raise step.error
                 if not step.warning:
                     return cast("TreeT_co", step.tree)
-                warnings.warn(step.warning, RuntimeWarning, 2)
+                self._begun_at.warn(step.warning)
             finally:
                 # The traceback of an error leads to this frame: of what is raised here, and of a task that came while this ran.
                 del step
