@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias, final
+from typing import Any, Generic, NoReturn, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
@@ -56,6 +56,10 @@ SPIN_SECONDS = 200e-6
 """So long an awaited transfer is asked for at each turn of the event loop, whose naps are no shorter than a millisecond."""
 LONGEST_AWAITED_NAP_SECONDS = 10e-3
 NO_ARRAY = "a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done"
+OPERATIONS = "array getitem setitem len int float complex neg pos abs lt le gt ge"
+OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor"
+ATTRIBUTES = "shape dtype ndim size nbytes T mean sum min max astype reshape copy item keys values items"
+"""What arrays and trees of them offer: operations, operators with two sides, and other attributes."""
 
 
 _forks = 0
@@ -246,15 +250,9 @@ class Transfer(Generic[TreeT_co]):
         if waiting is not None and self._note_stream is not None:
             self._note_stream(waiting.handle, waiting)
 
-    def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(NO_ARRAY)
-
-    if not TYPE_CHECKING:
-        # Hidden from checkers, which refuse it. No `__getattr__` beside it: with one, every attribute takes twice as long.
-
-        def __getitem__(self, key: object) -> NoReturn:
-            """Say where the arrays are, to whoever has forgotten `value`: for keys, indices, and loops."""
-            raise TypeError(NO_ARRAY)
+    def __bool__(self) -> bool:
+        """Say yes, as other objects do: below, `len()` is refused."""
+        return True
 
     def __repr__(self) -> str:
         value = self._value.made if isinstance(self._value, LazyValue) else self._value
@@ -328,6 +326,30 @@ class Transfer(Generic[TreeT_co]):
         error = TransferError(f"the copy failed: {cause}")
         error.__cause__ = cause
         return error
+
+
+def _refuse(transfer: object, *_: object, **__: object) -> NoReturn:
+    raise TypeError(NO_ARRAY)
+
+
+@final
+class _ArrayAttribute:
+    """What arrays and trees of them have, and a transfer has not."""
+
+    def __get__(self, transfer: object, kind: object = None) -> NoReturn:
+        raise AttributeError(NO_ARRAY)
+
+
+# Whoever has forgotten `value` is told where the arrays are. Entered here, and so hidden from type checkers, which refuse each by
+# itself. No `__getattr__` instead: with one, every attribute of every transfer takes twice as long. `==` stays as it is, since it
+# finds a transfer among others.
+for _name in OPERATIONS.split():
+    setattr(Transfer, f"__{_name}__", _refuse)
+for _name in OPERATORS.split():
+    setattr(Transfer, f"__{_name}__", _refuse)
+    setattr(Transfer, f"__r{_name}__", _refuse)
+for _name in ATTRIBUTES.split():
+    setattr(Transfer, _name, _ArrayAttribute())
 
 
 def _forked() -> BackendUnavailableError:

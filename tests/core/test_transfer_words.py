@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,11 +159,56 @@ def test_the_ends_of_a_pipeline_say_what_they_hold(stager: xferlib.Stager) -> No
         assert repr(drain) == "<Drain, 1 taken, 0 not taken, ended>"
 
 
-@pytest.mark.parametrize(
-    "forget",
-    [lambda transfer: transfer["x"], lambda transfer: transfer[0], lambda transfer: list(transfer), np.asarray],
-    ids=["key", "index", "loop", "array"],
-)
-def test_who_forgets_value_is_told(stager: xferlib.Stager, forget: Any) -> None:
+class Unknown:
+    """As the arrays of a framework that asks nothing of what it does not know."""
+
+
+def scaled_in_place(transfer: Any) -> None:
+    transfer /= 255
+
+
+FORGETTING: dict[str, Callable[[Any], object]] = {
+    "key": lambda transfer: transfer["x"],
+    "index": lambda transfer: transfer[0],
+    "slice": lambda transfer: transfer[1:],
+    "assignment": lambda transfer: transfer.__setitem__(0, 1),
+    "loop": list,
+    "array": np.asarray,
+    "function": np.sin,
+    "reduction": np.sum,
+    "sum": lambda transfer: transfer + 1,
+    "sum from the right": lambda transfer: 1 + transfer,
+    "with an array on the left": lambda transfer: np.zeros(4) - transfer,
+    "with what knows no transfer on the left": lambda transfer: Unknown() * transfer,
+    "in place": scaled_in_place,
+    "product": lambda transfer: transfer @ transfer,
+    "power": lambda transfer: transfer**2,
+    "sign": lambda transfer: -transfer,
+    "comparison": lambda transfer: transfer < 1,
+    "another comparison": lambda transfer: transfer >= 1,
+    "comparison with an array": lambda transfer: np.zeros(4) == transfer,
+    "number": float,
+    "whole number": int,
+    "length": len,
+}
+
+
+@pytest.mark.parametrize("forget", FORGETTING.values(), ids=FORGETTING)
+def test_who_forgets_value_is_told(stager: xferlib.Stager, forget: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"a transfer is no array\. Take its arrays with \.value"):
         forget(stager.put(np.zeros(4)))
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "mean", "items"])
+def test_who_asks_a_transfer_what_arrays_and_trees_have_is_told(stager: xferlib.Stager, name: str) -> None:
+    transfer = stager.put(np.zeros(4))
+    with pytest.raises(AttributeError, match=r"a transfer is no array\. Take its arrays with \.value"):
+        getattr(transfer, name)
+    assert not hasattr(transfer, name)
+
+
+def test_a_transfer_is_true_and_is_found_among_others(stager: xferlib.Stager) -> None:
+    transfers = [stager.put(np.zeros(4)) for _ in range(3)]
+    assert all(transfers)
+    assert [transfers.index(transfer) for transfer in transfers] == [0, 1, 2]
+    assert len(set(transfers)) == 3
