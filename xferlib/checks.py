@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, SupportsIndex, TypeVar
@@ -13,7 +14,7 @@ from numpy.ma import MaskedArray
 
 from xferlib.errors import CapabilityError, XferError
 from xferlib.protocol import HostStager
-from xferlib.tree import Alike, Spec, path
+from xferlib.tree import Alike, Mixed, Spec, path
 from xferlib.uninterrupted import collects
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "uncopied",
     "whole_number",
     "whole_shape",
+    "without_arrays",
 ]
 
 T = TypeVar("T")
@@ -134,6 +136,17 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         raise ValueError("out is read-only. Pass an array that may be written")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous in C order. Pass numpy.empty(shape, dtype) and copy from it afterwards")
+
+
+def without_arrays(tree: object, spec: Spec, expected: str, others: str) -> ValueError:
+    """Return the error for a tree without arrays, with what to do. `others`: what to do where it has other leaves."""
+    if tree is None:
+        advice = "None is what a function gives that returns nothing"
+    elif isinstance(spec, Mixed):
+        advice = others
+    else:
+        advice = "There is nothing to copy: leave it out"
+    return ValueError(f"there is no array in {reprlib.repr(tree)}: expected {expected}, or a tree of them. {advice}")
 
 
 def check_apart(ranges: list[tuple[int, int]], name: str) -> None:

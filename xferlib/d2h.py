@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from xferlib.byte_reader import ByteReader
-from xferlib.checks import check_apart, check_out
+from xferlib.checks import check_apart, check_out, without_arrays
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.in_flight import REAP_FROM_NBYTES
 from xferlib.ledger import Ledger
@@ -168,7 +167,7 @@ class DeviceToHost:
     def _arrays(self, tree: Any) -> tuple[list[Any], Spec]:
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
-            raise ValueError(f"there is no array in {reprlib.repr(tree)}: expected a device array, or a tree of them")
+            raise without_arrays(tree, spec, "a device array", "Numbers and text are on the host already")
         return leaves, spec
 
     def _described_together(self, leaves: list[Any]) -> list[Alike] | None:

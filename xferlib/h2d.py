@@ -6,7 +6,6 @@ start raises only when nothing of it is under way any more.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
-from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers
+from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers, without_arrays
 from xferlib.engine.jobs import Job
 from xferlib.errors import CapabilityError
 from xferlib.in_flight import uses
@@ -82,10 +81,7 @@ class HostToDevice:
         """Put a tree."""
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
-            raise ValueError(
-                f"there is no array in {reprlib.repr(tree)}: expected a NumPy array, or a tree of them. "
-                "Convert numbers with numpy.asarray"
-            )
+            raise without_arrays(tree, spec, "a NumPy array", "Convert numbers with numpy.asarray")
         if into is None:
             (leaf,) = leaves if len(leaves) == 1 else (None,)
             if type(leaf) is np.ndarray and leaf.dtype in self._dtypes:

@@ -71,6 +71,24 @@ def test_a_tree_without_arrays_is_refused(stager: xferlib.Stager, tree: Any) -> 
             move(tree)
 
 
+@pytest.mark.parametrize(
+    ("tree", "put_words", "get_words"),
+    [
+        (None, "a function gives that returns nothing", "a function gives that returns nothing"),
+        ({}, "nothing to copy: leave it out", "nothing to copy: leave it out"),
+        ([None, ()], "nothing to copy: leave it out", "nothing to copy: leave it out"),
+        ([1, 2.0], "Convert numbers with numpy.asarray", "Numbers and text are on the host already"),
+    ],
+)
+def test_what_to_do_with_a_tree_without_arrays_depends_on_what_it_has(
+    stager: xferlib.Stager, tree: Any, put_words: str, get_words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{put_words}$"):
+        stager.put(tree)
+    with pytest.raises(ValueError, match=f"{get_words}$"):
+        stager.get(tree)
+
+
 def test_a_tree_without_arrays_is_not_printed_as_a_whole(stager: xferlib.Stager) -> None:
     for move in (stager.put, stager.get, stager.reader):
         with pytest.raises(ValueError, match="there is no array in") as caught:
