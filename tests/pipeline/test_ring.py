@@ -198,6 +198,16 @@ def test_who_waits_is_told_at_the_line_that_asks_for_a_slot(
         assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, lines[0])]
 
 
+def test_a_thread_that_waits_for_what_it_holds_itself_is_told_so(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "STUCK_SECONDS", 0.01)
+    with xferlib.Ring(stager, SPEC, slots=2) as ring:
+        held_here = [ring.acquire(), ring.acquire()]
+        name = threading.current_thread().name
+        with pytest.raises(RuntimeWarning, match=rf"all 2 are held, .*\(2 on '{name}', the thread that waits here for another\)"):
+            ring.acquire()
+    assert len(held_here) == 2
+
+
 def test_who_waits_is_told_once(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[None] = []
     monkeypatch.setattr(ring_module, "STUCK_SECONDS", 0.01)

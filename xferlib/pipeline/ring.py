@@ -258,8 +258,10 @@ class Ring(Generic[TreeT_co]):
                 self._tell()
 
     def _tell(self) -> None:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        holders = Counter(repr(names[ident]) if ident in names else "a thread that has ended" for ident in self._acquired_by)
+        names: dict[int | None, str] = {thread.ident: repr(thread.name) for thread in threading.enumerate()}
+        # Not refused: it may have handed a slot over to another thread, or to one that Python does not know and that calls back.
+        names[threading.get_ident()] = f"{threading.current_thread().name!r}, the thread that waits here for another"
+        holders = Counter(names.get(ident, "a thread that has ended") for ident in self._acquired_by)
         user_line().warn(
             f"no slot has come back for {STUCK_SECONDS:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
             f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way and device views. "
