@@ -84,6 +84,92 @@ def test_a_daemon_that_has_ended_is_not_started_again() -> None:
     """)
 
 
+def test_of_two_starts_at_once_the_second_does_not_rely_on_the_first_which_is_refused() -> None:
+    succeeds("""
+        import threading
+        from xferlib import daemon
+
+        def run() -> None:
+            while not served.over:
+                if served.inbox.get():
+                    heard.set()
+
+        def refused(run, arguments):
+            # Another stager is opened meanwhile.
+            daemon.start_new_thread = begin
+            served.start()
+            raise RuntimeError("can't start new thread")
+
+        heard = threading.Event()
+        begin, daemon.start_new_thread = daemon.start_new_thread, refused
+        served = daemon.Daemon("xferlib-second", run)
+        try:
+            served.start()
+        except RuntimeError:
+            served.inbox.put("go")
+            assert heard.wait(5)
+        else:
+            raise AssertionError("the first start was not refused")
+    """)
+
+
+def test_of_two_threads_that_were_started_at_once_one_serves() -> None:
+    said = succeeds("""
+        import threading
+        from xferlib import daemon
+
+        def run() -> None:
+            print("serving", flush=True)
+            while not served.over:
+                served.inbox.get()
+
+        def begin(serve, arguments):
+            if not nested:
+                # Another stager is opened meanwhile.
+                nested.append(None)
+                served.start()
+            begin_thread(lambda: (serve(*arguments), ended.release()), ())
+
+        nested, ended = [], threading.Semaphore(0)
+        begin_thread, daemon.start_new_thread = daemon.start_new_thread, begin
+        served = daemon.Daemon("xferlib-once", run)
+        served.start()
+        assert ended.acquire(timeout=5)
+    """)
+    assert said == "serving\n"
+
+
+def test_the_end_waits_for_all_daemons_together_and_tells_each_before() -> None:
+    said = succeeds("""
+        from xferlib import daemon
+
+        class Held:
+            \"\"\"The end of a thread that something holds.\"\"\"
+
+            def wait(self, seconds):
+                waited.append((seconds, [served.over for served in all_served]))
+                daemon.time.now += seconds
+
+        class Time:
+            now = 0.0
+
+            def monotonic(self):
+                return self.now
+
+        waited, daemon.time, daemon.start_new_thread = [], Time(), lambda run, arguments: None
+        all_served = [daemon.Daemon(f"xferlib-{number}", lambda: None) for number in range(3)]
+        for served in all_served:
+            served._ended = Held()
+            served.start()
+        daemon.end_daemons()
+        print(waited == [(seconds, [True] * 3) for seconds in (daemon.END_SECONDS, 0, 0)])
+        # Twice is fine.
+        daemon.end_daemons()
+        print(len(waited))
+    """)
+    assert said.split() == ["True", "3"]
+
+
 def test_a_daemon_that_has_nothing_to_do_is_woken_for_its_end() -> None:
     succeeds("""
         import threading

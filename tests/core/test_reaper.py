@@ -12,7 +12,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, on_thread, succeeds, tampered, until
-from xferlib import daemon, reaper
+from xferlib import reaper
 
 SECOND = 1.0
 """Within this the memory of a closed stager is back: law 14."""
@@ -163,20 +163,6 @@ def test_a_reaper_that_the_system_had_no_thread_for_is_started_with_the_next_sta
         assert until(lambda: not backend.h2d._worker.open, 2)
         """
     )
-
-
-def test_a_stager_that_is_opened_while_the_reaper_is_started_starts_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[object] = []
-
-    def start(run: object, arguments: object) -> None:
-        started.append(run)
-        on_thread(reaper.start_reaper).result(SECOND)
-
-    monkeypatch.setattr(reaper.REAPER, "_running", {})
-    monkeypatch.setattr(daemon, "start_new_thread", start)
-    reaper.start_reaper()
-    reaper.start_reaper()
-    assert len(started) == 1
 
 
 def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:

@@ -701,7 +701,7 @@ def test_a_dispatcher_that_has_nothing_to_do_ends_when_it_is_stopped() -> None:
     idle._daemon.inbox = asleep = Asleep()
     ending = on_thread(idle._run)
     assert asleep.entered.wait(WATCHDOG)
-    idle.stop()
+    idle._daemon.end()
     ending.result(WATCHDOG)
 
 

@@ -619,7 +619,7 @@ def test_a_thread_that_did_not_start_is_started_by_the_next_stager(monkeypatch: 
     def refuse(*call: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(locker.LOCKER, "_running", {})
+    monkeypatch.setattr(locker.LOCKER, "_started", False)
     monkeypatch.setattr(daemon, "start_new_thread", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
         locker.LOCKER.start()

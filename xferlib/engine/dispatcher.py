@@ -116,13 +116,9 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, if it does not run. See `Daemon`."""
         if self._daemon.over:
-            # At exit, and behind `stop`: a stager that is opened there transfers as ever.
+            # At exit, and behind `end_daemons`: a stager that is opened there transfers as ever.
             self._daemon = Daemon("xferlib-dispatcher", self._run, self._lanes.clear)
         self._daemon.start()
-
-    def stop(self) -> None:
-        """End the thread, whatever is under way. At exit."""
-        self._daemon.end()
 
     def work(self, lane: Served) -> None:
         """Serve a lane, which has a job now."""

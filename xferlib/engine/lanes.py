@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from xferlib.daemon import end_daemons
 from xferlib.engine.cores import usable_cores
 from xferlib.engine.dispatcher import DISPATCHER, Served
 from xferlib.engine.jobs import Job, next_id, refuse_parents
@@ -299,7 +300,7 @@ class Lane:
 
 def _stop() -> None:
     """At exit: issue nothing more, wait for copies of memory that run, and leave the rest to the end of the process."""
-    DISPATCHER.stop()
+    end_daemons()
     if library.cache_info().currsize:
         library().xe_stop(STOP_MICROSECONDS)
 
