@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from tests.children import run
 from tests.side_by_side import side_by_side
+from xferlib.conformance import guard
 
 Ended: TypeAlias = subprocess.CompletedProcess[str]
 
@@ -51,6 +53,50 @@ def pytest_run(folder: Path, source: str, *, seconds: float = 6) -> Ended:
     plugins = ["-p", "no:cacheprovider", "-p", "xferlib.conformance.guard"]
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", *plugins, "-o", f"hang_seconds={seconds}", "-rA", str(module)]
     return run(command, seconds=60, env=os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))})
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> list[int]:
+    """Have the system refuse the guard's process so many times. Returns where each refusal is noted."""
+    refused: list[int] = []
+    spawn = os.posix_spawn
+
+    def start(*arguments: Any, **options: Any) -> int:
+        if len(refused) < times:
+            refused.append(number)
+            raise OSError(number, os.strerror(number))
+        return spawn(*arguments, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", start)
+    monkeypatch.setattr(guard, "PAUSES_SECONDS", (0.0, 0.0))
+    return refused
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EFAULT, errno.ENOMEM])
+def test_a_guard_that_the_system_refuses_once_is_started_by_the_next_try(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    refused = refusing(monkeypatch, number, 1)
+    started = guard._Guard(1000)
+    started.restart("a test")
+    assert refused == [number]
+    assert "guard_process.py" in " ".join(psutil.Process(started.pid).cmdline())
+    os.close(started._orders)
+    # It ends with the run.
+    assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("number", "tries"), [(errno.EAGAIN, 3), (errno.ENOENT, 1)])
+def test_a_guard_that_cannot_be_started_is_an_error_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, number: int, tries: int
+) -> None:
+    before = descriptors()
+    refused = refusing(monkeypatch, number, 100)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        guard._Guard(1000)
+    assert len(refused) == tries
+    assert descriptors() == before
 
 
 @pytest.fixture(scope="module")

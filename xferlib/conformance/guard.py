@@ -10,17 +10,24 @@ child's stderr. If the test does not go on, it is ended itself, and the run with
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import sys
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
 import pytest
 
 __all__ = ["allow"]
+
+PASSING = (errno.EAGAIN, errno.EFAULT, errno.ENOMEM)
+"""Numbers of errors with which the system refuses a process now, and not for good. In a sandbox EFAULT is one of them."""
+PAUSES_SECONDS = (0.1, 0.5, 2.0)
+"""Between the tries."""
 
 _running: list[_Guard] = []
 """The guard of this process's run, if there is one."""
@@ -39,25 +46,41 @@ class _Guard:
     def __init__(self, seconds: float) -> None:
         self.seconds: Final = seconds
         self._what = ""
+        theirs, orders = os.pipe()
         # While tests run, pytest puts files in the place of stderr.
         stderr = os.dup(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2)
-        script = Path(__file__).with_name("guard_process.py")
-        theirs, self._orders = os.pipe()
-        # It stays to the very end. If it were a `Popen`, the interpreter would say then that it was left behind.
-        self.pid: Final = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", str(script), str(os.getpid())],
-            os.environ,
-            file_actions=[(os.POSIX_SPAWN_DUP2, theirs, 0), (os.POSIX_SPAWN_DUP2, stderr, 2)],
-        )
-        os.close(theirs)
-        os.close(stderr)
+        try:
+            self.pid: Final = _started(theirs, stderr)
+        except OSError:
+            os.close(orders)
+            raise
+        finally:
+            os.close(theirs)
+            os.close(stderr)
+        self._orders = orders
 
     def restart(self, what: str | None = None, *, seconds: float | None = None) -> None:
         """Count from now. `what`: what is under way, in words."""
         self._what = self._what if what is None else what
         deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
         os.write(self._orders, f"{deadline} {self._what}\n".encode())
+
+
+def _started(stdin: int, stderr: int) -> int:
+    """Start the process that watches, and return its number. Raises `OSError` where the system refuses again and again."""
+    script = Path(__file__).with_name("guard_process.py")
+    command = [sys.executable, "-I", "-S", str(script), str(os.getpid())]
+    actions = [(os.POSIX_SPAWN_DUP2, stdin, 0), (os.POSIX_SPAWN_DUP2, stderr, 2)]
+    # It stays to the very end. If it were a `Popen`, the interpreter would say then that it was left behind.
+    start = partial(os.posix_spawn, sys.executable, command, os.environ, file_actions=actions)
+    for pause in PAUSES_SECONDS:
+        try:
+            return start()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+        time.sleep(pause)
+    return start()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
