@@ -22,7 +22,8 @@ from numpy.lib import format as npy
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread
+from tests.children import fork
+from tests.core.fakes import WATCHDOG, held, on_thread
 from xferlib.stager import Stager
 
 RANDOM = np.random.default_rng(7)
@@ -417,3 +418,39 @@ def test_a_dtype_whose_size_nobody_knows_is_refused(stager: Stager, tmp_path: Pa
     monkeypatch.setattr(safetensors, "safe_open", Reader)
     with pytest.raises(ValueError, match=r"weights\.safetensors' holds a dtype of unknown size, 'STRANGE'"):
         xferlib.load(path, stager)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
+def test_a_child_that_is_forked_in_the_middle_of_a_load_reads_the_file_by_itself_and_the_parent_goes_on(
+    stager: Stager, tmp_path: Path, suffix: str
+) -> None:
+    """The child has the open files of the load, whose thread it has not: nobody there reads them, so no place in them moves."""
+    path = tmp_path / f"a{suffix}"
+    array = np.arange(100_000)
+    match suffix:
+        case ".npy":
+            np.save(path, array)
+        case ".npz":
+            np.savez(path, x=array)
+        case _:
+            safetensors.numpy.save_file({"x": array}, path)
+    begun, gate = threading.Event(), threading.Event()
+
+    def tell(done: int, total: int) -> None:
+        begun.set()
+        assert gate.wait(WATCHDOG)
+
+    loading = on_thread(lambda: xferlib.load(path, stager, progress=tell))
+    assert begun.wait(WATCHDOG)
+    child = fork()
+    if child == 0:
+        try:
+            with xferlib.stager("host") as own:
+                found = xferlib.load(path, own)
+            os._exit(0 if np.array_equal(found if suffix == ".npy" else found["x"], array) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.set()
+    found = loading.result(WATCHDOG)
+    assert np.array_equal(found if suffix == ".npy" else found["x"], array)
