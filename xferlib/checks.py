@@ -23,6 +23,7 @@ __all__ = [
     "check_iterable",
     "check_out",
     "checked_at",
+    "flag",
     "lacking",
     "package_of",
     "positive_nbytes",
@@ -127,11 +128,16 @@ def check_alike(given: Alike, expected: Alike) -> None:
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` or `ValueError` unless a copy of this shape and dtype may be written to `out` as it lies."""
     if not isinstance(out, np.ndarray) or isinstance(out, MaskedArray):
-        raise TypeError(f"out: expected a NumPy array, got {type(out).__module__}.{type(out).__qualname__}")
+        raise TypeError(
+            f"out: expected a NumPy array, got {type(out).__module__}.{type(out).__qualname__}. Pass numpy.empty(shape, dtype), or "
+            "no out at all"
+        )
     if out.shape != shape:
         raise ValueError(f"out has the wrong shape: expected {shape}, got {out.shape}")
     if out.dtype != dtype:
-        raise ValueError(f"out has the wrong dtype: expected {dtype}, got {out.dtype}. Nothing is converted on the way")
+        raise ValueError(
+            f"out has the wrong dtype: expected {dtype}, got {out.dtype}. Nothing is converted on the way: convert it afterwards"
+        )
     if not out.flags.writeable:
         raise ValueError("out is read-only. Pass an array that may be written")
     if not out.flags.c_contiguous:
@@ -159,11 +165,22 @@ def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
 
 def check_iterable(given: object, name: str) -> None:
     """Raise `TypeError`, naming the argument, unless a loop can go over it."""
-    if hasattr(given, "__iter__") or hasattr(given, "__getitem__"):
+    if isinstance(given, str | bytes):
+        raise TypeError(f"{name}={reprlib.repr(given)}: expected something to iterate, one tree of arrays after another, got text")
+    if isinstance(given, np.ndarray) and not given.ndim:
+        raise TypeError(f"{name}: expected something to iterate, got an array of shape (). Pass a list of it, [array]")
+    if not isinstance(given, type) and (hasattr(given, "__iter__") or hasattr(given, "__getitem__")):
         return
     call = getattr(given, "__name__", "it") if callable(given) else None
     advice = "" if call is None else f". It may be a function that makes one: call it, as in {call}()"
     raise TypeError(f"{name}: expected something to iterate, got {given!r}{advice}")
+
+
+def flag(given: object, name: str) -> bool:
+    """Return a bool, or raise `TypeError`, naming the argument: the text "no" would mean yes."""
+    if not isinstance(given, bool | np.bool_ | int):
+        raise TypeError(f"{name}={given!r}: expected True or False")
+    return bool(given)
 
 
 def whole_number(given: object, name: str, *, least: int) -> int:
@@ -179,7 +196,8 @@ def whole_number(given: object, name: str, *, least: int) -> int:
 def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the shape as a tuple of ints that are not negative. Raises `TypeError` for what is no shape."""
     try:
-        sizes = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(operator.index(n) for n in shape)
+        several: Any = shape if isinstance(shape, Sequence) or (isinstance(shape, np.ndarray) and shape.ndim) else (shape,)
+        sizes = tuple(operator.index(n) for n in several)
     except TypeError:
         raise TypeError(f"shape={shape!r}: expected a whole number, or several. The shape comes first, the dtype second") from None
     if any(n < 0 for n in sizes):

@@ -26,6 +26,7 @@ from xferlib.memory.idle_blocks import Streams
 from xferlib.packing import PackedRun, Packing, Packings
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.sketch import sketched
 from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
 from xferlib.transfer import LazyValue, Transfer
@@ -353,7 +354,7 @@ class HostToDevice:
             return
         described = self._trees.describe(target)
         if described is None:
-            raise TypeError(f"expected a device array of backend {self._backend.name!r} to put into, got {target!r}")
+            raise TypeError(f"expected a device array of backend {self._backend.name!r} to put into, got {sketched(target)}")
         check_alike(described, (source.shape, source.dtype))
 
     def _may_have_readers(self) -> bool:

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Literal, SupportsIndex, cast
 
-from xferlib.checks import positive_nbytes, shorten
+from xferlib.checks import flag, positive_nbytes, shorten
 from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
@@ -77,7 +77,8 @@ def stager(
     if not isinstance(device, SupportsIndex):
         raise TypeError(f"device={device!r}: expected a number, as the framework counts its devices from 0")
     profile = as_profile(staging) or given_profile()
-    debug = wanted(debug)
+    strict = flag(strict, "strict")
+    debug = wanted(None if debug is None else flag(debug, "debug"))
     if not isinstance(backend, str):
         opened = _checked(backend)
     elif backend == "auto":
@@ -147,6 +148,8 @@ def _entry(name: str) -> EntryPoint:
 
 
 def _checked(backend: object) -> HostStager[Any]:
+    if isinstance(backend, Stager):
+        raise TypeError(f"{backend!r} is a stager already. Use it as it is, or name a backend")
     if not isinstance(getattr(backend, "capabilities", None), Capabilities):
         raise TypeError(f'expected a backend\'s name, "auto" or a HostStager, got {backend!r}. Installed: {", ".join(backends())}')
     return cast("HostStager[Any]", backend)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from time import perf_counter_ns
-from typing import Any, Generic, NoReturn, TypeAlias, final
+from typing import Any, Generic, NoReturn, SupportsFloat, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
@@ -301,7 +301,9 @@ class Transfer(Generic[TreeT_co]):
             )
 
     def _poll(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        if not isinstance(timeout, SupportsFloat):
+            raise TypeError(f"timeout={timeout!r}: expected seconds, or None to wait for as long as it takes")
+        deadline = time.monotonic() + float(timeout)
         nap = FIRST_NAP_SECONDS
         while not self.done():
             left = deadline - time.monotonic()

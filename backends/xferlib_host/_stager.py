@@ -166,7 +166,8 @@ class NumpyStager:
     def _check_array(self, array: object) -> None:
         if not isinstance(array, np.ndarray) or isinstance(array, MaskedArray):
             raise TypeError(
-                f"the device arrays of backend 'host' are NumPy arrays without a mask, not {type(array)!r}. Convert it first"
+                f"the device arrays of backend 'host' are NumPy arrays without a mask, not {type(array)!r}. Convert it with "
+                + ("array.filled()" if isinstance(array, MaskedArray) else "numpy.asarray")
             )
         self.check_dtype(array.dtype)
 

@@ -162,6 +162,8 @@ def load(
         raise ValueError("names together with like: like says what to load. Leave one of them out")
     if isinstance(names, str):
         raise TypeError(f"names={names!r} is one string. Pass a list of names")
+    if names is not None and not hasattr(names, "__iter__"):
+        raise TypeError(f"names={names!r}: expected a list of names")
     puts = _Direct(stager) if isinstance(stager, Stager) else stager
     conversions = Conversions(dtype)
     for target in conversions.targets:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable
 from dataclasses import replace
 from typing import Literal, NoReturn, final
 
+from xferlib.checks import whole_number
 from xferlib.errors import UndecidedError, add_note
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import CallRecording, recorded
@@ -60,12 +61,11 @@ def assert_overlaps(
             f"step: expected a function that runs one step of the loop, got {type(step).__name__}. If next() runs a step, pass "
             "its method __next__"
         )
-    if steps < ENOUGH:
-        raise ValueError(f"steps={steps!r}: expected at least {ENOUGH}")
-    if warmup < 1:
-        raise ValueError(f"warmup={warmup!r}: expected at least 1. What runs for the first time waits for all else")
-    if nbytes < 1:
-        raise ValueError(f"nbytes={nbytes!r}: expected at least 1")
+    steps = whole_number(steps, "steps", least=ENOUGH)
+    # What runs for the first time waits for all else.
+    warmup = whole_number(warmup, "warmup", least=1)
+    nbytes = whole_number(nbytes, "nbytes", least=1)
+    device = whole_number(device, "device", least=0)
     loop = _UserLoop(step, warmup + steps * (1 + MOST_REHEARSALS + MOST_HOLDS * (1 + len(DIRECTIONS))))
     try:
         driver = Driver(device)

@@ -13,7 +13,7 @@ from typing import Any, cast, final
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.checks import positive_nbytes
+from xferlib.checks import positive_nbytes, whole_number
 from xferlib.errors import CapabilityError
 from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
 from xferlib.registry import companion
@@ -50,8 +50,7 @@ def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = Non
     Raises `CapabilityError` for a backend without a `workload`, `BackendUnavailableError` where that cannot run, `AllocationError`.
     """
     check_stager(stager)
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds!r}: expected at least 1")
+    rounds = whole_number(rounds, "rounds", least=1)
     wanted = positive_nbytes(nbytes, "nbytes") if nbytes is not None else GPU_NBYTES if stager.on_gpu else CPU_NBYTES
     frames = max(1, round(wanted / SIDE**2))
     work = _workload(stager.name)

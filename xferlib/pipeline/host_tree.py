@@ -27,6 +27,7 @@ from xferlib.memory.blocks import ALIGNMENT, round_up
 from xferlib.pending import Reading
 from xferlib.pipeline.failed import Failed
 from xferlib.protocol import Source
+from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Mixed, Spec, Trees, path, trees_of, unflatten
@@ -81,7 +82,9 @@ class HostTree:
         """
         check_stager(stager, tree)
         if not isinstance(tree, Mapping) or not tree or not all(isinstance(name, str) for name in tree):
-            raise TypeError("tree: expected a dict of groups by name, such as {'layer_0': {...}, 'layer_1': {...}}")
+            raise TypeError(
+                f"tree: expected a dict of groups by name, such as {{'layer_0': {{...}}, 'layer_1': {{...}}}}, got {sketched(tree)}"
+            )
         self.depth = whole_number(depth, "depth", least=1)
         self._stager = stager
         self._trees = trees_of(stager.backend)

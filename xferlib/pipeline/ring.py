@@ -22,7 +22,7 @@ from typing import Any, Generic, NoReturn, SupportsIndex, final
 import numpy as np
 
 from xferlib.callers import user_line
-from xferlib.checks import checked_at, package_of, shorten, uncopied, whole_number
+from xferlib.checks import check_iterable, checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import ClosedError, TransferError
 from xferlib.ledger import reap_all
@@ -140,6 +140,7 @@ class Ring(Generic[TreeT_co]):
 
         Its `rows` are as many as the items. Raises as `acquire` and `stack`, and then keeps no slot.
         """
+        check_iterable(items, "items")
         slot = self.acquire()
         try:
             slot.rows = stack_as(trees_of(self.stager.backend), items, slot.tree)

@@ -62,7 +62,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None
     has a handler of its own.
 
     Raises `XferError`, before the block is entered, if another trace runs, another tool has CUPTI, CUPTI is not installed or not
-    known, or `gpu` is true and there is none; `FileNotFoundError` if the folder of `path` is not there.
+    known, or `gpu` is true and there is none; `FileNotFoundError` if the folder of `path` is not there,
+    `IsADirectoryError` if `path` is one.
     """
     return Trace(None if path is None else Path(path), gpu)
 
@@ -92,6 +93,11 @@ class Trace:
             raise XferError("this trace was used already. Make another one with xferlib.trace(...)")
         if self._path is not None and not self._path.parent.is_dir():
             raise FileNotFoundError(f"the folder of {str(self._path)!r} is not there. Make it first, or choose another path")
+        if self._path is not None and self._path.is_dir():
+            # Now: at the end of the block the recording would be lost.
+            raise IsADirectoryError(
+                f"{str(self._path)!r} is a folder. Name a file in it, such as {str(self._path / 'trace.json')!r}"
+            )
         try:
             # An interrupt in the middle would leave CUPTI taken.
             uninterrupted(self._begin)
