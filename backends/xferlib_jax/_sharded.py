@@ -232,10 +232,19 @@ class ShardedPuts:
 
     def _plan_leaves(self, tree: Any, arrays: Sequence[Array], riders: frozenset[int]) -> list[LeafPlan]:
         if not arrays:
-            raise ValueError("there is no array in the batch: expected a NumPy array, or a tree of them")
+            raise ValueError(
+                "there is no array in the batch: expected a NumPy array, or a tree of them. Leave empty batches out, and convert "
+                "numbers with numpy.asarray"
+            )
         numbers = [number for number in range(tree.num_leaves) if number not in riders]
         numbered = tree.unflatten(None if number in riders else number for number in range(tree.num_leaves))
-        shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, numbered))
+        try:
+            shardings = jax.tree.leaves(jax.tree.broadcast(self._sharding, numbered))
+        except ValueError as error:
+            raise ValueError(
+                f"sharding has another structure than the batch: expected {tree}, got {jax.tree.structure(self._sharding)}. Give "
+                "one sharding for all arrays, or a tree with one for each"
+            ) from error
         leaves = []
         for number, array, sharding in zip(numbers, arrays, shardings, strict=True):
             try:

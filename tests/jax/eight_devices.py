@@ -519,10 +519,15 @@ def test_arrays_of_jax_and_traced_ones_are_refused() -> None:
 
     with pytest.raises(TypeError, match="stands for an array inside a function that JAX traces"):
         jax.jit(traced)(np.ones(8, np.float32))
-    with pytest.raises(ValueError, match="there is no array in the batch"):
+    with pytest.raises(ValueError, match=r"there is no array in the batch.*Leave empty batches out"):
         all_of([{}], over("a"))
     with pytest.raises(ValueError, match="there is no array in the batch"):
         all_of([{"name": "x"}], over("a"))
+
+
+def test_shardings_of_another_structure_are_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"sharding has another structure .*expected .*'x'.*, got .*'y'.*a tree with one for each"):
+        all_of([{"x": random((16, 4))}], {"y": over("a")})
 
 
 def test_names_ride_along(stagers: tuple[Stager, ...]) -> None:
