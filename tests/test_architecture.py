@@ -17,7 +17,7 @@ CORE = ROOT / "xferlib"
 
 # A module may import modules of the core that stand further up only.
 FLOORS = [
-    {f"xferlib.{name}" for name in ("callers", "errors", "handles", "latch", "tickets", "words")},
+    {f"xferlib.{name}" for name in ("callers", "errors", "handles", "latch", "no_array", "tickets", "words")},
     {"xferlib.forks"},
     {"xferlib.engine", "xferlib.files", "xferlib.sketch", "xferlib.tracing", "xferlib.watchdog"},
     {"xferlib.files.temporary"} | {f"xferlib.tracing.{name}" for name in ("events", "intervals", "library")},

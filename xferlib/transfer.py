@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from time import perf_counter_ns
-from typing import Any, Generic, NoReturn, SupportsFloat, TypeAlias, final
+from typing import Any, Generic, SupportsFloat, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
@@ -15,6 +15,7 @@ from xferlib.errors import BackendUnavailableError, CapabilityError, TransferErr
 from xferlib.forks import IN_CHILD, stayed
 from xferlib.in_flight import Entry, let_go
 from xferlib.latch import is_copy_thread
+from xferlib.no_array import NoArray
 from xferlib.protocol import Event, Stream
 from xferlib.sketch import sketched
 from xferlib.tracing.log import LOG
@@ -55,11 +56,6 @@ LONGEST_NAP_SECONDS = 1e-3
 SPIN_SECONDS = 200e-6
 """So long an awaited transfer is asked for at each turn of the event loop, whose naps are no shorter than a millisecond."""
 LONGEST_AWAITED_NAP_SECONDS = 10e-3
-NO_ARRAY = "a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done"
-OPERATIONS = "array getitem setitem len int float complex neg pos abs lt le gt ge"
-OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor"
-ATTRIBUTES = "shape dtype ndim size nbytes T mean sum min max astype reshape copy item keys values items"
-"""What arrays and trees of them offer: operations, operators with two sides, and other attributes."""
 
 
 _forks = 0
@@ -75,7 +71,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 @final
-class Transfer(Generic[TreeT_co]):
+class Transfer(NoArray, Generic[TreeT_co]):
     """A transfer that has been started. Any thread; drop it at any time, the copy is safe.
 
     Holds the arrays. In a task of asyncio `await transfer` is `result()` without a thread that waits.
@@ -250,10 +246,6 @@ class Transfer(Generic[TreeT_co]):
         if waiting is not None and self._note_stream is not None:
             self._note_stream(waiting.handle, waiting)
 
-    def __bool__(self) -> bool:
-        """Say yes, as other objects do: below, `len()` is refused."""
-        return True
-
     def __repr__(self) -> str:
         value = self._value.made if isinstance(self._value, LazyValue) else self._value
         arrays = "" if value is None else f": {sketched(value)}"
@@ -328,30 +320,6 @@ class Transfer(Generic[TreeT_co]):
         error = TransferError(f"the copy failed: {cause}")
         error.__cause__ = cause
         return error
-
-
-def _refuse(transfer: object, *_: object, **__: object) -> NoReturn:
-    raise TypeError(NO_ARRAY)
-
-
-@final
-class _ArrayAttribute:
-    """What arrays and trees of them have, and a transfer has not."""
-
-    def __get__(self, transfer: object, kind: object = None) -> NoReturn:
-        raise AttributeError(NO_ARRAY)
-
-
-# Whoever has forgotten `value` is told where the arrays are. Entered here, and so hidden from type checkers, which refuse each by
-# itself. No `__getattr__` instead: with one, every attribute of every transfer takes twice as long. `==` stays as it is, since it
-# finds a transfer among others.
-for _name in OPERATIONS.split():
-    setattr(Transfer, f"__{_name}__", _refuse)
-for _name in OPERATORS.split():
-    setattr(Transfer, f"__{_name}__", _refuse)
-    setattr(Transfer, f"__r{_name}__", _refuse)
-for _name in ATTRIBUTES.split():
-    setattr(Transfer, _name, _ArrayAttribute())
 
 
 def _forked() -> BackendUnavailableError:

@@ -205,6 +205,8 @@ def test_who_asks_a_transfer_what_arrays_and_trees_have_is_told(stager: xferlib.
     with pytest.raises(AttributeError, match=r"a transfer is no array\. Take its arrays with \.value"):
         getattr(transfer, name)
     assert not hasattr(transfer, name)
+    assert name not in dir(transfer)
+    assert "value_on" in dir(transfer)
 
 
 def test_a_transfer_is_true_and_is_found_among_others(stager: xferlib.Stager) -> None:
