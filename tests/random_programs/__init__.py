@@ -23,11 +23,11 @@ Programs of large arrays (`--large`) are drawn from the same steps. They have tw
 late. Most of each is on three threads. They take several times as long.
 
 What is checked: every byte that a transfer or a loop gives, past the stager and by it; that `done()` says yes only to what is
-there; readers on the device that are behind held work; canaries, memory of others beside ours; on host and on JAX's CPU a driver
-as strict as a GPU's, whose freed memory is poisoned (`driver`); that nothing hangs or crashes, that nothing is raised in finalizers
-and on threads; that no stager has more memory than its limits; and that when all is dropped no memory and no thread is left. The
-model follows the documented rules: it rewrites a pinned source only when `done()` says so, and keeps what a stream reads that
-nobody named.
+there; readers on the device that are behind held work; canaries, memory of others beside ours; on host and on JAX's CPU a
+driver as strict as a GPU's, whose freed memory is poisoned (`driver`); that nobody uses what malloc was given back; that
+nothing hangs or crashes, that nothing is raised in finalizers and on threads; that no stager has more memory than its limits;
+and that when all is dropped no memory and no thread is left. The model follows the documented rules: it rewrites a pinned
+source only when `done()` says so, and keeps what a stream reads that nobody named.
 
 How it is made: a program is drawn as data before any of it runs (`draw`, `sketch`, `sizes`), so that steps can be left out of one
 that fails (`shrink`); a step whose things are missing is skipped. One process runs programs (`worker`, `run`), another has them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -43,6 +44,18 @@ def keeps_memory() -> None:
     xferlib.Stager.get = keeping  # type: ignore[method-assign]
 
 
+def reads_what_is_freed() -> None:
+    """As a copy does whose source was let go of too early."""
+
+    def read() -> None:
+        # Many: another thread may have its own memory where one was.
+        for _ in range(100):
+            address = np.zeros(64 << 10, np.uint8).ctypes.data
+            ctypes.string_at(address + (32 << 10), 1)
+
+    _before_trim(read)
+
+
 def crashes() -> None:
     xferlib.Stager.trim = lambda self: os.abort()  # type: ignore[method-assign]
 
@@ -75,5 +88,6 @@ def _before_trim(work: Callable[[], None]) -> None:
 
 
 DEFECTS: dict[str, Callable[[], None]] = {
-    defect.__name__: defect for defect in (changes_a_byte, keeps_memory, crashes, hangs, raises_on_a_thread, leaves_a_thread)
+    defect.__name__: defect
+    for defect in (changes_a_byte, keeps_memory, reads_what_is_freed, crashes, hangs, raises_on_a_thread, leaves_a_thread)
 }

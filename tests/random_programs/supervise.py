@@ -23,6 +23,9 @@ SILENCE_SECONDS = 90.0
 START_SECONDS = 300.0
 LOG_CHARACTERS = 40_000
 """Room for the tracebacks of some dozens of threads."""
+FREED = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TOP_PAD_": "0", "MALLOC_PERTURB_": "165"}
+"""For the malloc of glibc: what is freed is overwritten, or unmapped at once if the heap had no room for it. Without the second of
+them it has room for most of what is smaller than 128 KiB. So a copy that still uses such memory is not right by luck."""
 
 
 class Unavailable(Exception):
@@ -69,7 +72,7 @@ class Runner:
         self.on_gpu = False
         self.rss: list[int] = []
         """Of the process that runs now, after each program."""
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**FREED, **os.environ, **(environment or {})}
         self._root = root
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None

@@ -34,6 +34,7 @@ def first_failure(runner: Runner, message: str) -> Failure:
     ("defect", "message"),
     [
         ("keeps_memory", "memory is left"),
+        ("reads_what_is_freed", "the process died"),
         ("crashes", "the process died"),
         ("raises_on_a_thread", "on thread ours: ZeroDivisionError"),
         ("leaves_a_thread", "threads are left: ['left'"),
