@@ -53,7 +53,7 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run a program; one that hangs is ended."""
-    return run([sys.executable, *flags, "-c", textwrap.dedent(code)], seconds=8)
+    return run([sys.executable, *flags, "-c", textwrap.dedent(code)], seconds=30)
 
 
 def succeeds(code: str, *flags: str) -> str:
