@@ -6,7 +6,6 @@ Planned once for each list of shapes and dtypes, and kept: a training loop puts 
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, final
@@ -117,8 +116,8 @@ class Packings:
     """The packings of the puts before, by shapes and dtypes: a loop puts the same tree again and again. Any thread."""
 
     def __init__(self) -> None:
+        # Changed in single steps: threads that meet in here make a packing twice, or keep one less.
         self._kept: OrderedDict[Signature, Packing] = OrderedDict()
-        self._lock = threading.RLock()
         self._last: tuple[list[tuple[int, ...]], list[np.dtype[Any]], Packing] = ([], [], Packing([]))
 
     def of_arrays(self, arrays: Sequence[Array]) -> Packing:
@@ -143,11 +142,7 @@ class Packings:
         packing = self._kept.get(signature)
         if packing is None:
             packing = Packing([(array.shape, array.dtype) for array, _ in sources])
-            with self._lock:
-                self._kept[signature] = packing
-                self._forget_oldest()
+            self._kept[signature] = packing
+            while len(self._kept) > KEPT_PACKINGS:
+                self._kept.popitem(last=False)
         return packing
-
-    def _forget_oldest(self) -> None:
-        while len(self._kept) > KEPT_PACKINGS:
-            self._kept.popitem(last=False)
