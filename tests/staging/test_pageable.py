@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from typing import Any
@@ -71,6 +72,28 @@ def test_matrices_larger_than_a_piece_arrive() -> None:
         with pytest.warns(PendingDeprecationWarning):
             source = np.matrix(numbers(3 * PIECE))
         assert np.array_equal(stager.put(source).value, np.asarray(source))
+
+
+def test_what_several_threads_get_at_once_is_counted_exactly(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, small, turns, workers = stager._staging, (0, np.zeros(4, np.uint8)), 2000, 4
+    # On a GPU it fills them.
+    monkeypatch.setattr(staged._small_gets, "takes", lambda transfers: True)
+    monkeypatch.setattr(staged._small_gets, "fill", lambda transfers, sources, after: True)
+    monkeypatch.setattr(type(staged._lanes[0]), "has_chunks", True)
+
+    def fill() -> None:
+        for _ in range(turns):
+            assert staged.fill_small((small,), (), None)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for call in [on_thread(fill) for _ in range(workers)]:
+            call.result()
+    finally:
+        sys.setswitchinterval(before)
+    assert stager.stats().synchronous == turns * workers
+    assert stager.stats().d2h_nbytes == 4 * turns * workers
 
 
 def test_a_pageable_source_is_free_when_put_returns(stager: xferlib.Stager) -> None:

@@ -65,8 +65,6 @@ class Staging:
         self._small_gets = SmallGets(backend, pool, ledger, self._bounce_nbytes)
         # A chunk is a share of the limit, so that each direction has several.
         nbytes = min(self.profile.chunk_nbytes, max(PAGE, pool.limit // 8 // PAGE * PAGE))
-        # Reentrant: a finalizer may transfer while its thread is in here.
-        self._counting = threading.RLock()
         start_threads(self.profile.threads, backend.pci_bus_id)
         most = max(LEAST_CHUNKS, min(CHUNKS_NBYTES // nbytes, pool.limit // 2 // nbytes) // 2)
         self._lanes = (
@@ -239,7 +237,8 @@ class Staging:
         if jobs.d2h or jobs.h2d or not small.fill(transfers, sources, after):
             return False
         self._count(len(transfers))
-        self._ledger.d2h.nbytes += sum([array.nbytes for _, array in transfers])
+        nbytes = sum([array.nbytes for _, array in transfers])
+        self._ledger.d2h.nbytes += nbytes
         return True
 
     def wait_issued(self, target: Source | None = None) -> None:
@@ -279,8 +278,8 @@ class Staging:
             lane.close()
 
     def _count(self, leaves: int) -> None:
-        with self._counting:
-            self.synchronous += leaves
+        # No other thread, nor a finalizer, comes between the two: nothing is called here.
+        self.synchronous += leaves
 
     def _start(
         self, lane: Lane, job: Job, pieces: Pieces, nbytes: int, blocks: int, meanwhile: Callable[[], object] | None = None
