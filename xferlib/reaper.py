@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-from xferlib.daemon import Daemon, report
+from xferlib.daemon import Daemon
 from xferlib.tickets import ticket
 
 __all__ = ["REAPER", "Remains", "close_later", "closed_when_dropped", "remaining", "start_reaper", "watch"]
@@ -52,26 +52,25 @@ def closed_when_dropped(close: Callable[[], object]) -> object:
 
 
 def _run() -> None:
+    """Whatever a call raises is reported, and the thread comes back here: see `Daemon`."""
     while not REAPER.over:
+        dropped = None
         with suppress(Empty):
             dropped = REAPER.inbox.get(timeout=SETTLE_EVERY_SECONDS if _remains else None)
-            if dropped is not None:
-                _attempt(dropped)
-            del dropped
+        if dropped is not None:
+            dropped()
+        del dropped
         for key, remains in _remains.copy().items():
-            if not REAPER.over and not _attempt(remains.settle):
-                _remains.pop(key, None)
+            if REAPER.over:
+                return
+            is_left = False
+            try:
+                is_left = remains.settle()
+            finally:
+                # A failure counts as nothing left.
+                if not is_left:
+                    _remains.pop(key, None)
             del remains
-
-
-def _attempt(call: Callable[[], Any]) -> Any:
-    """Call. What it raises is reported as exceptions of threads are, and a failure counts as nothing left."""
-    try:
-        return call()
-    except BaseException as error:
-        # Nothing may end this thread: stagers that are dropped later would stay open.
-        report(error)
-        return False
 
 
 REAPER: Final[Daemon[Callable[[], object]]] = Daemon("xferlib-reaper", _run, _remains.clear)
