@@ -21,13 +21,10 @@ from xferlib.protocol import HostStager, Source
 from xferlib.reaper import remaining, watch
 
 __all__ = [
-    "DeviceHolders",
     "Ledger",
-    "PinnedHolders",
     "all_ledgers",
     "all_views",
     "puts_under_way",
-    "reap_all",
     "wait_for_others",
 ]
 
@@ -67,6 +64,12 @@ class Ledger:
         found = [self.d2h.reap(), self.h2d.reap(), self.jobs.reap(), self.views.reap()]
         return any(found)
 
+    @staticmethod
+    def reap_all() -> bool:
+        """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
+        found = [ledger.reap() for ledger in all_ledgers()]
+        return any(found)
+
     def wait_oldest(self, *, pinned: bool = False) -> bool:
         """Block until something has ended. Returns False if nothing was in flight that this thread can wait for: a thread that
         makes the copies would wait for itself. `pinned`: see `Jobs.wait_oldest`.
@@ -79,6 +82,31 @@ class Ledger:
         if self.h2d.wait_oldest() or self.d2h.wait_oldest():
             return True
         return self.jobs.wait_oldest(pinned=pinned) or self.views.wait_oldest()
+
+    def wait_for_device(self, owns: Callable[[Source], bool]) -> bool:
+        """Block until something has ended that may hold device memory of this stager, whatever stager's it is. False: there was
+        none. `owns` tells whether memory is this one's.
+        """
+
+        def reads(work: Entry | Job | Reading) -> bool:
+            if any(map(owns, work.device)):
+                return True
+            # They may be this stager's, and nobody else has them perhaps. Asked second: one that ends forgets first where they lie.
+            return isinstance(work, Reading) and work.finds_later and not work.reached()
+
+        return self.wait_oldest() or wait_for_others(self, reads, reads)
+
+    def wait_for_pinned(self, owns: Callable[[int, int], bool]) -> bool:
+        """Block until something has ended that may hold memory of this stager's pinned pool, as `wait_for_device` does."""
+
+        def uses_array(entry: Entry) -> bool:
+            return any(owns(address_of(array), array.nbytes) for array in entry.host)
+
+        def uses_memory(work: Job | Reading) -> bool:
+            # A job that has no chunk yet may be waiting for room itself, and so may a reading.
+            return isinstance(work, Job) and work.holds and any(owns(*memory) for memory in work.memory)
+
+        return self.wait_oldest(pinned=True) or wait_for_others(self, uses_array, uses_memory)
 
     def wait_all(self) -> None:
         """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
@@ -120,12 +148,6 @@ def all_ledgers() -> list[Ledger]:
     return list(_open.values())
 
 
-def reap_all() -> bool:
-    """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
-    found = [ledger.reap() for ledger in all_ledgers()]
-    return any(found)
-
-
 def puts_under_way() -> bool:
     """Tell whether any stager's puts are under way, and let go of those that are done. Never blocks."""
     for ledger in all_ledgers():
@@ -144,57 +166,3 @@ def wait_for_others(own: Ledger | None, concerns: Concerns, job_concerns: Callab
         ledger.h2d.wait_oldest(concerns) or ledger.d2h.wait_oldest(concerns) or ledger.jobs.wait_user(job_concerns)
         for ledger in others
     )
-
-
-@final
-class DeviceHolders:
-    """What may hold device memory of one stager: transfers in flight, of whatever stager."""
-
-    reap = staticmethod(reap_all)
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.owns: Callable[[Source], bool] = lambda source: False
-        """Whether memory is the stager's."""
-
-    def wait_oldest(self) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight."""
-        return self._ledger.wait_oldest() or wait_for_others(self._ledger, self._is_read, self._is_read)
-
-    def _is_read(self, work: Entry | Job | Reading) -> bool:
-        if any(map(self.owns, work.device)):
-            return True
-        # They may be this stager's, and nobody else has them perhaps. Asked second: one that ends forgets first where they lie.
-        return isinstance(work, Reading) and work.finds_later and not work.reached()
-
-
-@final
-class PinnedHolders:
-    """What may make room in one stager's pinned pool: chunks that are idle, and transfers that will end, of whatever stager."""
-
-    reap = staticmethod(reap_all)
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.release: Callable[[], bool] = bool
-        """Gives back what staging keeps for later, and tells whether there was any. Never blocks."""
-        self.owns: Callable[[int, int], bool] = lambda address, nbytes: False
-        """Whether memory is the pool's."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything of the process may be in flight."""
-        return any(ledger.busy for ledger in all_ledgers())
-
-    def wait_oldest(self) -> bool:
-        """Block until something has ended. Returns False if nothing was in flight."""
-        if self.release() or self._ledger.wait_oldest(pinned=True):
-            return True
-        return wait_for_others(self._ledger, self._concerns, self._is_used)
-
-    def _concerns(self, entry: Entry) -> bool:
-        return any(self.owns(address_of(array), array.nbytes) for array in entry.host)
-
-    def _is_used(self, job: Job | Reading) -> bool:
-        # A job that has no chunk yet may be waiting for room itself, and so may a reading.
-        return isinstance(job, Job) and job.holds and any(self.owns(*memory) for memory in job.memory)

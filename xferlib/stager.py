@@ -38,7 +38,7 @@ from xferlib.debug import Sources, wanted, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError, anew
 from xferlib.forks import forget_in_child, stayed
 from xferlib.h2d import HostToDevice
-from xferlib.ledger import DeviceHolders, Ledger, PinnedHolders
+from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import WhenFull
 from xferlib.memory.device_pool import DevicePool
@@ -126,22 +126,20 @@ class Stager:
         start_reaper()
         parts.ledger = self._ledger = ledger = Ledger(backend)
         memory = allocators(backend)
-        pinned_holders, device_holders = PinnedHolders(ledger), DeviceHolders(ledger)
         parts.pool = self._pool = pool = PinnedPool(
             allocate=memory.allocate,
             allocate_write_combined=memory.allocate_write_combined,
             # Whoever is strict must never meet memory of ours that is not pinned.
             unlocked=None if strict else memory.unlocked,
             free=memory.free,
-            reclaimer=pinned_holders,
+            ledger=ledger,
             limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
             when_full=when_full,
         )
         device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-        parts.blocks = self._blocks = DevicePool(backend, device_holders, device_limit)
+        parts.blocks = self._blocks = DevicePool(backend, ledger, device_limit)
         parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
-        pinned_holders.release, pinned_holders.owns = staged.release, pool.owns
-        device_holders.owns, ledger.wait_issued = self._blocks.owns, staged.wait_issued
+        pool.release, ledger.wait_issued = staged.release, staged.wait_issued
         parts.pins = self._pins = Pins(backend, ledger, pool)
         host = HostMemory(backend, pool, splits)
         self._host = host

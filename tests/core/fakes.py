@@ -234,11 +234,11 @@ class Device:
         return block.address in self.gone
 
 
-class DeviceHolders:
-    """What is in flight, where that is nothing."""
+class Idle:
+    """What a `DevicePool` asks of a ledger, where nothing is in flight."""
 
-    def reap(self) -> bool:
+    def reap_all(self) -> bool:
         return False
 
-    def wait_oldest(self) -> bool:
+    def wait_for_device(self, owns: object) -> bool:
         return False

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import Device, DeviceHolders, Point, tampered, until
+from tests.core.fakes import Device, Idle, Point, tampered, until
 from tests.core.garbage import collected_when_told  # noqa: F401  # A fixture for each test.
 from tests.core.points import interrupted_at
 from tests.memory.test_pinned_pool import Driver
@@ -126,7 +126,7 @@ class Blocks:
     def __init__(self, *, reached: bool, fresh_is_ready: bool = True) -> None:
         self.device = FailingDevice(fresh_is_ready=fresh_is_ready)
         self.device.reached = reached
-        self.cache = DevicePool(self.device, DeviceHolders(), 8 * MIB)  # type: ignore[arg-type]  # As in the other tests of it.
+        self.cache = DevicePool(self.device, Idle(), 8 * MIB)  # type: ignore[arg-type]  # As in the other tests of it.
         streams: dict[int, Stream] = {1: Stream(1, None)} if not reached else {}
         self.held = self.cache.lease(MIB, streams)
         leases = [self.cache.lease(size, streams) for size in (MIB, MIB, 512 * KIB)]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xferlib
-from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, Slab, off_main, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, Idle, Point, Slab, off_main, on_thread, until
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool, idle_blocks, table
 from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING_NBYTES, DevicePool, Lease, note_reader
@@ -29,8 +29,8 @@ from xferlib.reaper import start_reaper
 MIB = 1 << 20
 
 
-def cache(device: Device, limit: int | None = None, holders: DeviceHolders | None = None) -> DevicePool:
-    return DevicePool(device, holders or DeviceHolders(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+def cache(device: Device, limit: int | None = None, ledger: Idle | None = None) -> DevicePool:
+    return DevicePool(device, ledger or Idle(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
 
 
 class Blocks:
@@ -422,8 +422,8 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     """Another thread's array may die, or its transfer end, between two looks: that is no reason to raise."""
     blocks: list[Lease] = []
 
-    class Late(DeviceHolders):
-        def wait_oldest(self) -> bool:
+    class Late(Idle):
+        def wait_for_device(self, owns: object) -> bool:
             blocks.clear()
             if looks:
                 blocks.append(taken.lease(MIB, {})) if looks.pop() else None
@@ -440,8 +440,8 @@ def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
     leases: list[Lease] = []
     looks: list[str] = []
 
-    class Late(DeviceHolders):
-        def wait_oldest(self) -> bool:
+    class Late(Idle):
+        def wait_for_device(self, owns: object) -> bool:
             looks.append("nothing is in flight")
             # The collector has been called for, too, and nobody looks at what has come back in between.
             if len(looks) == 2:
@@ -457,13 +457,13 @@ def test_a_block_that_comes_back_in_the_last_look_is_found() -> None:
 def test_a_block_that_only_a_copy_that_is_done_holds_is_used_before_another_is_taken() -> None:
     leases: list[Lease] = []
 
-    class Done(DeviceHolders):
-        def reap(self) -> bool:
+    class Done(Idle):
+        def reap_all(self) -> bool:
             leases.clear()
             return True
 
     device = Device()
-    blocks = cache(device, holders=Done())
+    blocks = cache(device, ledger=Done())
     leases.append(blocks.lease(MIB, {}))
     blocks.lease(MIB, {})
     assert device.allocated == [MIB]
@@ -827,14 +827,14 @@ class Reading(Device):
         return super().alloc_device(nbytes)
 
 
-class JustDone(DeviceHolders):
+class JustDone(Idle):
     """What is in flight: to look through it takes as long as the readers do."""
 
     def __init__(self, device: Reading) -> None:
         self.device = device
         self.looks = 0
 
-    def reap(self) -> bool:
+    def reap_all(self) -> bool:
         self.looks += 1
         self.device.finish()
         return False
@@ -848,13 +848,13 @@ def put_late(blocks: DevicePool, size: int = 256) -> None:
 @pytest.mark.parametrize(("size", "late"), [(256, 2), (256 << 10, 2), (MIB, 20)])
 def test_after_a_small_put_that_came_too_early_by_a_hair_there_is_one_more_block(size: int, late: int) -> None:
     device = Reading()
-    holders = JustDone(device)
-    blocks = cache(device, holders=holders)
+    ledger = JustDone(device)
+    blocks = cache(device, ledger=ledger)
     for _ in range(20):
         # All but those of the block that the put before has just let go of.
         device.finish()
         put_late(blocks, size)
-    assert holders.looks == late
+    assert ledger.looks == late
     assert device.allocated == [size] * (1 if size == MIB else 2)
 
 
@@ -862,7 +862,7 @@ def test_after_a_small_put_that_came_too_early_by_a_hair_there_is_one_more_block
 @pytest.mark.parametrize("refusal", [None, OSError, MemoryError])
 def test_puts_that_all_come_too_early_try_a_few_times_and_no_more(size: int, most: int, refusal: type[Exception] | None) -> None:
     device = Reading()
-    blocks = cache(device, holders=JustDone(device))
+    blocks = cache(device, ledger=JustDone(device))
     kept = []
     for _ in range(2):
         device.refusal = None
@@ -879,7 +879,7 @@ def test_puts_that_all_come_too_early_try_a_few_times_and_no_more(size: int, mos
 
 def test_a_put_that_comes_too_early_at_the_limit_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Reading()
-    blocks = cache(device, limit=256, holders=JustDone(device))
+    blocks = cache(device, limit=256, ledger=JustDone(device))
     put_late(blocks)
     helpers = []
 
@@ -899,12 +899,12 @@ def test_a_put_that_takes_what_a_copy_held_that_is_done_wants_no_spare(monkeypat
     """No readers were behind: the laws find out which memory is free by how much there is."""
     under_way: list[Lease] = []
 
-    class Done(DeviceHolders):
-        def reap(self) -> bool:
+    class Done(Idle):
+        def reap_all(self) -> bool:
             under_way.clear()
             return True
 
-    blocks = cache(Device(), holders=Done())
+    blocks = cache(Device(), ledger=Done())
     under_way.append(blocks.lease(256, {}))
     helpers: list[Any] = []
     monkeypatch.setattr(device_pool, "uninterrupted", lambda *called: helpers.append(called))
@@ -915,12 +915,12 @@ def test_a_put_that_takes_what_a_copy_held_that_is_done_wants_no_spare(monkeypat
 def test_a_put_that_waited_for_a_transfer_wants_no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[Lease] = []
 
-    class Slow(DeviceHolders):
-        def wait_oldest(self) -> bool:
+    class Slow(Idle):
+        def wait_for_device(self, owns: object) -> bool:
             under_way.clear()
             return True
 
-    blocks = cache(Device(), limit=256, holders=Slow())
+    blocks = cache(Device(), limit=256, ledger=Slow())
     under_way.append(blocks.lease(256, {}))
     helpers: list[Any] = []
     monkeypatch.setattr(device_pool, "uninterrupted", lambda *called: helpers.append(called))
@@ -935,7 +935,7 @@ def test_who_finds_no_room_because_of_a_spare_waits_until_it_is_there(monkeypatc
         slept.append(seconds)
         sleep(seconds)
 
-    blocks = cache(device, limit=512, holders=JustDone(device))
+    blocks = cache(device, limit=512, ledger=JustDone(device))
     put_late(blocks)
     gate = device.gate = threading.Event()
     first = on_thread(lambda: put_late(blocks))
@@ -956,7 +956,7 @@ def test_who_finds_no_room_because_of_a_spare_waits_until_it_is_there(monkeypatc
 def test_no_spare_is_taken_when_the_stager_was_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wanted it was interrupted, and closed the stager before the thread that was to take it had begun."""
     device = Reading()
-    blocks = cache(device, holders=JustDone(device))
+    blocks = cache(device, ledger=JustDone(device))
     put_late(blocks)
     later: list[Any] = []
     monkeypatch.setattr(device_pool, "uninterrupted", lambda *called: later.append(partial(*called)))
@@ -972,7 +972,7 @@ def test_no_spare_is_taken_when_the_stager_was_closed_meanwhile(monkeypatch: pyt
 
 def test_a_spare_is_taken_where_no_interrupt_comes() -> None:
     device = Reading()
-    blocks = cache(device, holders=JustDone(device))
+    blocks = cache(device, ledger=JustDone(device))
     put_late(blocks)
     threads = []
     allocate = device.alloc_device

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import WATCHDOG, Device, DeviceHolders, Point, held, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, Idle, Point, held, on_thread, until
 from xferlib.errors import AllocationError
 from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.idle_blocks import BlockRow
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def cache(device: Device, limit: int | None = None) -> DevicePool:
-    return DevicePool(device, DeviceHolders(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+    return DevicePool(device, Idle(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
 
 
 def leave_idle(blocks: DevicePool, device: Device, *fences: Point, nbytes: int = MIB) -> list[int]:
@@ -132,8 +132,8 @@ def test_room_that_a_failed_allocation_leaves_behind_the_last_look_is_found(monk
                 raise OSError("refused on purpose")
             return super().alloc_device(nbytes)
 
-    class Late(DeviceHolders):
-        def wait_oldest(self) -> bool:
+    class Late(Idle):
+        def wait_for_device(self, owns: object) -> bool:
             for fails in failing:
                 # Behind this one's look for room. What its error was raised through is still there, and so has not come back.
                 slow.gate.set()

@@ -59,29 +59,21 @@ class Driver:
             del self.live[address]
             self.frees += 1
 
-    def reap(self) -> bool:
+    def reap_all(self) -> bool:
         """Nothing is done before it is waited for, unless a test says so."""
-        return self.is_done and self.wait_oldest()
+        return self.is_done and self.wait_for_pinned(None)
 
-    def release(self) -> bool:
-        """Nothing is kept for later."""
-        return False
-
-    def wait_oldest(self) -> bool:
+    def wait_for_pinned(self, owns: object) -> bool:
         try:
             self.in_flight.popleft()
         except IndexError:
             return False
         return True
 
-    @property
-    def busy(self) -> bool:
-        return False
-
     def pool(self, limit: int, when_full: WhenFull = "wait", **options: Any) -> PinnedPool:
         # It also plays what the pool asks of the ledger.
-        reclaimer: Any = self
-        return PinnedPool(allocate=self.allocate, free=self.free, reclaimer=reclaimer, limit=limit, when_full=when_full, **options)
+        ledger: Any = self
+        return PinnedPool(allocate=self.allocate, free=self.free, ledger=ledger, limit=limit, when_full=when_full, **options)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -130,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def end(self) -> None:
-        self.driver.wait_oldest()
+        self.driver.wait_for_pinned(None)
 
     @rule()
     def trim(self) -> None:
@@ -410,13 +402,13 @@ def test_room_that_was_made_while_nothing_was_in_flight_is_found() -> None:
     kept = [pool.take(4 * MIB)]
     looks = [False, True, True, True]
 
-    def wait_oldest() -> bool:
+    def wait(owns: object) -> bool:
         kept.clear()
         if looks and looks.pop():
             kept.append(pool.take(4 * MIB))
         return False
 
-    driver.wait_oldest = wait_oldest  # type: ignore[method-assign]  # what other threads do meanwhile
+    driver.wait_for_pinned = wait  # type: ignore[method-assign]  # what other threads do meanwhile
     assert pool.take(4 * MIB).nbytes == 4 * MIB
     assert looks == []
 
@@ -428,14 +420,14 @@ def test_room_that_was_made_behind_the_last_look_is_found() -> None:
     kept = [pool.take(4 * MIB)]
     asked = 0
 
-    def wait_oldest() -> bool:
+    def wait(owns: object) -> bool:
         nonlocal asked
         asked += 1
         if asked == 2:
             kept.clear()
         return False
 
-    driver.wait_oldest = wait_oldest  # type: ignore[method-assign]  # as above
+    driver.wait_for_pinned = wait  # type: ignore[method-assign]  # as above
     assert pool.take(4 * MIB).nbytes == 4 * MIB
     assert asked == 2
 

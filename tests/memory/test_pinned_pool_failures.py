@@ -148,7 +148,7 @@ class Gated(Driver):
         self._pass("free")
         super().free(address)
 
-    def wait_oldest(self) -> bool:
+    def wait_for_pinned(self, owns: object) -> bool:
         if self.shut:
             self.asked.set()
         return False

@@ -34,7 +34,7 @@ def test_memory_that_staging_uses_again_and_again_is_waited_for() -> None:
     looks: list[int] = []
 
     class Busy(Driver):
-        def wait_oldest(self) -> bool:
+        def wait_for_pinned(self, owns: object) -> bool:
             looks.append(len(looks))
             if len(looks) == 20:
                 blocks.clear()
@@ -52,7 +52,7 @@ def test_memory_that_staging_never_gives_back_is_not_waited_for_for_ever(staged:
     asked: list[int] = []
 
     class Counting(Driver):
-        def wait_oldest(self) -> bool:
+        def wait_for_pinned(self, owns: object) -> bool:
             asked.append(1)
             return False
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, final
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
-from xferlib.ledger import DeviceHolders
+from xferlib.ledger import Ledger
 from xferlib.memory.idle_blocks import NOBODY, BlockRow, IdleBlocks, Streams, size_class
 from xferlib.memory.table import Growth, Table
 from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
@@ -52,14 +52,14 @@ class DevicePool(Table):
     makes the H2D stream, not the host, wait for the oldest.
     """
 
-    def __init__(self, backend: HostStager[Any], reclaimer: DeviceHolders, limit: int | None) -> None:
+    def __init__(self, backend: HostStager[Any], ledger: Ledger, limit: int | None) -> None:
         super().__init__("device memory", backend.sweep)
         self.limit = limit
         self.peak_nbytes = self.waits = 0
         self._backend = backend
         self._failures = backend.failures
         self._lost, self._retire = backend.lost, backend.retire
-        self._reclaimer = reclaimer
+        self._ledger = ledger
         self._rows: dict[int, BlockRow] = {}
         self._late: defaultdict[int, int] = defaultdict(int)
         """By size, how often a spare was attempted after a put that came only just too early."""
@@ -122,7 +122,7 @@ class DevicePool(Table):
     def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
         """Lease blocks as `lease` does, up to the first that something would have to be waited for."""
         # As in `_find`.
-        self._reclaimer.reap()
+        self._ledger.reap_all()
         leases: list[Lease] = []
         for size in map(size_class, sizes):
             number = self._count()
@@ -180,7 +180,7 @@ class DevicePool(Table):
         # What fails now is tried again at the next look.
         with suppress(*self._failures):
             # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
-            self._reclaimer.reap()
+            self._ledger.reap_all()
             self._trim()
         # In this order: what is entered meanwhile is in the second.
         return bool(self._growing or self._rows)
@@ -252,7 +252,7 @@ class DevicePool(Table):
         # Whether there are idle ones whose readers were not done just now.
         behind = bool(self._idle.get(size))
         # Copies that are done may hold the last reference to an array, and so to its block.
-        self._reclaimer.reap()
+        self._ledger.reap_all()
         collected = False
         while True:
             changes = self._changes
@@ -271,7 +271,7 @@ class DevicePool(Table):
                 return self._grow(size, number, streams)
             if self._doomed:
                 uninterrupted(self._free_doomed)
-            elif self._reclaimer.wait_oldest() or self._worth_another_look(changes):
+            elif self._ledger.wait_for_device(self.owns) or self._worth_another_look(changes):
                 continue
             elif collected:
                 raise self._full(size)

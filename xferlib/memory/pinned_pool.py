@@ -27,7 +27,7 @@ import numpy as np
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.latch import give_way, is_copy_thread
-from xferlib.ledger import PinnedHolders
+from xferlib.ledger import Ledger, all_ledgers
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import LOCKER, lock_later, pause_after
@@ -84,7 +84,7 @@ class PinnedPool(Table):
         *,
         allocate: Callable[[int], int],
         free: Callable[[int], None],
-        reclaimer: PinnedHolders,
+        ledger: Ledger,
         limit: int,
         allocate_write_combined: Callable[[int], int] | None = None,
         unlocked: Unlocked | None = None,
@@ -101,7 +101,9 @@ class PinnedPool(Table):
         self._allocate_write_combined = allocate_write_combined
         self._unlocked = unlocked
         self._free = free
-        self._reclaimer = reclaimer
+        self._ledger = ledger
+        self.release: Callable[[], bool] = bool
+        """Gives back what staging keeps for later, and tells whether there was any. Never blocks. Set by who makes both."""
         self._segments = Segments()
         self.contains = self._segments.contains
         """Tells whether a range, given as address and bytes, lies inside one segment that is locked. Takes no lock."""
@@ -204,7 +206,7 @@ class PinnedPool(Table):
     def _find(self, request: PoolRequest, number: int) -> PinnedRow:
         """Make room, step by step, after a first look has found no idle memory."""
         # Copies that are done may hold the last reference to what is asked for.
-        self._reclaimer.reap()
+        self._ledger.reap_all()
         waits = not request.for_array or self.when_full == "wait"
         released = collected = False
         looks = 0
@@ -220,7 +222,7 @@ class PinnedPool(Table):
                 uninterrupted(self._free_evicted)
             elif not released:
                 # Memory that is only kept for later is given back before any wait.
-                self._reclaimer.release()
+                self.release()
                 released = True
             elif (waits and self._wait()) or self._worth_another_look(changes):
                 pass
@@ -241,7 +243,7 @@ class PinnedPool(Table):
 
         Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
         """
-        for make_room in (self._reclaimer.reap, self._reclaimer.release, gc.collect, None):
+        for make_room in (self._ledger.reap_all, self.release, gc.collect, None):
             while True:
                 changes = self._changes
                 if self._step(self._try_reserve, address, nbytes):
@@ -347,7 +349,7 @@ class PinnedPool(Table):
     def settle(self) -> bool:
         """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
         # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
-        self._reclaimer.reap()
+        self._ledger.reap_all()
         try:
             self._trim()
         except Exception:
@@ -379,7 +381,7 @@ class PinnedPool(Table):
     def _wait(self) -> bool:
         """Block until something in flight has ended. Returns False if nothing could."""
         start = time.perf_counter()
-        if not self._reclaimer.wait_oldest():
+        if not (self.release() or self._ledger.wait_for_pinned(self.owns)):
             return False
         seconds = time.perf_counter() - start
         # Nothing is called in these two lines, so no other thread comes in between.
@@ -538,7 +540,7 @@ class PinnedPool(Table):
 
     def _trim(self) -> None:
         self._step(self._segments.evict, None)
-        self._free_evicted(pauses=self._reclaimer.busy)
+        self._free_evicted(pauses=any(ledger.busy for ledger in all_ledgers()))
 
     def _free_evicted(self, *, pauses: bool = False) -> None:
         """Unpin the segments to be freed, each of them whatever the others raise. On a thread without interrupts.
