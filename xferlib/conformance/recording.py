@@ -6,7 +6,6 @@ given back too early is seen, whatever waits in between.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -33,7 +32,7 @@ class RecordingBackend:
         """The sizes of all device blocks that there were."""
         self.before_release: Callable[[], object] = bool
         """Called before anything is given back, by the thread that does it."""
-        self._lock = threading.Lock()
+        # Changed, and listed, in single steps: other threads take and give back meanwhile.
         self._had: dict[str, dict[int, int]] = {"device": {}, "pinned": {}, "pin": {}}
 
     def __getattr__(self, name: str) -> Any:
@@ -42,15 +41,12 @@ class RecordingBackend:
     @property
     def blocks(self) -> set[int]:
         """The addresses of the device memory that is not given back."""
-        with self._lock:
-            return set(self._had["device"])
+        return set(self._had["device"])
 
     @property
     def left(self) -> dict[str, int]:
         """How many of each kind are not given back: device blocks, pinned memory, pins. Empty: everything is given back."""
-        with self._lock:
-            counts = list(map(len, self._had.values()))
-        return {kind: count for kind, count in zip(self._had, counts, strict=True) if count}
+        return {kind: count for kind, had in self._had.items() if (count := len(had))}
 
     def block_of(self, array: Any) -> int | None:
         """Return the address of the device block that this array is in."""
@@ -97,15 +93,12 @@ class RecordingBackend:
         self.closed = True
 
     def _block_at(self, address: int) -> int | None:
-        with self._lock:
-            return next((start for start, nbytes in self._had["device"].items() if start <= address < start + nbytes), None)
+        return next((start for start, nbytes in list(self._had["device"].items()) if start <= address < start + nbytes), None)
 
     def _take(self, kind: str, address: int, nbytes: int) -> None:
-        with self._lock:
-            self._had[kind][address] = nbytes
+        self._had[kind][address] = nbytes
 
     def _give_back(self, kind: str, address: int) -> None:
-        with self._lock:
-            if self._had[kind].pop(address, None) is None:
-                self.wrong.append(f"{kind} memory at {address:#x} was given back, and was not had: perhaps it was given back twice")
+        if self._had[kind].pop(address, None) is None:
+            self.wrong.append(f"{kind} memory at {address:#x} was given back, and was not had: perhaps it was given back twice")
         self.before_release()
