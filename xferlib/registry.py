@@ -15,14 +15,15 @@ from typing import Any, Literal, SupportsIndex, cast
 
 from xferlib.checks import flag, positive_nbytes, shorten
 from xferlib.debug import wanted
-from xferlib.errors import BackendUnavailableError, UnknownBackendError
+from xferlib.errors import BackendUnavailableError, CapabilityError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.parts import owns
 from xferlib.protocol import Capabilities, HostStager, Opener
 from xferlib.stager import Stager
 from xferlib.staging.profile import StagingProfile, as_profile, given_profile
+from xferlib.workload import Workload
 
-__all__ = ["backends", "companion", "open_backend", "stager"]
+__all__ = ["backends", "companion", "open_backend", "stager", "workload_of"]
 
 GROUP = "xferlib.backends"
 HOST = "host"
@@ -123,6 +124,16 @@ def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) 
         if error.name == module:
             return None
         raise
+
+
+def workload_of(name: str) -> Workload:
+    """Return the device work that a backend ships. Raises `CapabilityError` where it ships none."""
+    module = companion(name, "workload")
+    if module is None:
+        raise CapabilityError(
+            f"backend {name!r} ships no device work: no module 'workload' beside its entry point. Use another one"
+        )
+    return cast("Workload", module)
 
 
 def _entry(name: str) -> EntryPoint:

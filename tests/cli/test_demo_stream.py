@@ -16,10 +16,10 @@ import pytest
 
 import xferlib
 from tests.children import threads
-from xferlib.cli.companions import workload
 from xferlib.cli.demo import reference
 from xferlib.cli.demo.source import from_array
 from xferlib.cli.demo.stream import Loop, ahead
+from xferlib.registry import workload_of
 from xferlib.workload import EdgeJob, EdgeSpec
 
 FRAMES, BATCH, HEIGHT, WIDTH = 23, 3, 12, 10
@@ -41,7 +41,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
         ThreadPoolExecutor(2 * count) as pool,
         xferlib.stager("host") as stager,
         xferlib.Ring(stager, ((BATCH, HEIGHT, WIDTH), np.uint8), slots=depth + count) as ring,
-        workload("host").edge_job(spec) as job,
+        workload_of("host").edge_job(spec) as job,
     ):
         yield Loop(stager, ring, job, spec, from_array(SOURCE, "noise"), pool, threads=count, depth=depth)
     assert threads() == before

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 import xferlib
-from xferlib.cli.companions import workload
 from xferlib.cli.demo import reference
+from xferlib.registry import workload_of
 from xferlib.workload import EdgeSpec, Workload
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def test_edges_equal_the_reference_bit_for_bit(stager: xferlib.Stager, dtype: st
     for height, width in SIZES:
         spec = EdgeSpec(frames=FRAMES, height=height, width=width, channels=channels, dtype=np.dtype(dtype), slots=2)
         frames = batch(dtype, (FRAMES, *spec.frame_shape), kind)
-        with workload(stager.name).edge_job(spec) as job:
+        with workload_of(stager.name).edge_job(spec) as job:
             for slot, rounds, count in ((0, 0, FRAMES), (1, 3, FRAMES - 1)):
                 result = job.launch(stager.put(frames[:count]).value, slot, rounds=rounds)
                 found = stager.get(result).result()
@@ -81,7 +81,7 @@ def test_edges_equal_the_reference_bit_for_bit(stager: xferlib.Stager, dtype: st
 def test_results_of_different_slots_stand_side_by_side(stager: xferlib.Stager) -> None:
     spec = EdgeSpec(frames=1, height=40, width=50, channels=None, dtype=np.dtype(np.uint8), slots=2)
     first, second = (np.random.default_rng(seed).integers(0, 256, (1, 40, 50), np.uint8) for seed in (1, 2))
-    with workload(stager.name).edge_job(spec) as job:
+    with workload_of(stager.name).edge_job(spec) as job:
         results = [job.launch(stager.put(frames).value, slot, rounds=1) for slot, frames in enumerate((first, second))]
         job.synchronize()
         found = [stager.get(result).result() for result in results]

@@ -1,4 +1,4 @@
-"""What backends ship for the commands, beside their entry point: `workload` and `diagnosis`, both optional.
+"""What a backend may ship for `doctor` beside its entry point, the module `diagnosis`; and the versions of what is installed.
 
 `diagnosis` has `findings() -> list[str]`, sentences that the user should read even when the backend is ready, and
 `versions() -> dict[str, str]`, its distributions by name. Neither needs a device, and only the backend can know what they say.
@@ -10,11 +10,9 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
 
-from xferlib.cli.errors import CommandError
 from xferlib.registry import companion
-from xferlib.workload import Workload
 
-__all__ = ["Diagnosis", "diagnosis", "own_versions", "workload"]
+__all__ = ["Diagnosis", "diagnosis", "own_versions"]
 
 OURS = ("xferlib", "numpy", "optree", "psutil", "rich", "typer")
 EXTRAS = ("matplotlib", "pillow", "pytest")
@@ -26,16 +24,6 @@ class Diagnosis(Protocol):
     def findings(self) -> list[str]: ...
 
     def versions(self) -> dict[str, str]: ...
-
-
-def workload(backend: str) -> Workload:
-    """Return the backend's device work. Raises `CommandError` if it ships none."""
-    module = companion(backend, "workload")
-    if module is None:
-        raise CommandError(
-            f"backend {backend!r} ships no device work: no module 'workload' beside its entry point. Use another one"
-        )
-    return cast("Workload", module)
 
 
 def diagnosis(backend: str) -> Diagnosis | None:

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.checks import positive_nbytes, whole_number
-from xferlib.errors import CapabilityError
 from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
-from xferlib.registry import companion
+from xferlib.registry import workload_of
 from xferlib.stager import Stager, check_stager
 from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, Workload
 
@@ -53,7 +52,7 @@ def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = Non
     rounds = whole_number(rounds, "rounds", least=1)
     wanted = positive_nbytes(nbytes, "nbytes") if nbytes is not None else GPU_NBYTES if stager.on_gpu else CPU_NBYTES
     frames = max(1, round(wanted / SIDE**2))
-    work = _workload(stager.name)
+    work = workload_of(stager.name)
     computed = frames if stager.on_gpu else min(frames, CPU_FRAMES)
     spec = EdgeSpec(frames=computed, height=SIDE, width=SIDE, channels=None, dtype=np.dtype(np.uint8), slots=1)
     with work.edge_job(spec, device=device) as job:
@@ -191,10 +190,3 @@ def _together(bench: _Bench, copy: FrameworkCopy, blur: int, *, copy_first: bool
     ended = time.perf_counter()
     copy.renew()
     return ended - began
-
-
-def _workload(name: str) -> Workload:
-    module = companion(name, "workload")
-    if module is None:
-        raise CapabilityError(f"backend {name!r} ships no device work to copy beside: no module 'workload' beside its entry point")
-    return cast("Workload", module)

@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 
-from xferlib.cli.companions import workload
 from xferlib.cli.demo import sheet, verify
 from xferlib.cli.demo.plan import Options, open_source, plan
 from xferlib.cli.demo.progress import Bar
@@ -20,6 +19,7 @@ from xferlib.cli.errors import CommandError
 from xferlib.engine.cores import usable_cores
 from xferlib.pipeline.ring import Ring
 from xferlib.registry import stager as open_stager
+from xferlib.registry import workload_of
 
 __all__ = ["run"]
 
@@ -54,7 +54,7 @@ def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
         except TypeError as error:
             raise CommandError(f"{options.path or 'the pictures'}: {error}") from None
         frames, spec = plan(options, source, stager)
-        device_work = workload(stager.name)
+        device_work = workload_of(stager.name)
         bar.phase("preparing")
         if options.tiled:
             source = tiled(source, frames, pool)
