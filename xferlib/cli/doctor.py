@@ -22,7 +22,7 @@ from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.link import measured_link
 from xferlib.cli.machine import is_wsl, little_memory, no_gpu, settings, unreadable, wsl
 from xferlib.cli.paths import findings_of, paths_of, slow_of_ours
-from xferlib.errors import AllocationError, BackendUnavailableError, CapabilityError, XferError
+from xferlib.errors import AllocationError, CapabilityError, XferError
 from xferlib.memory.limits import default_pinned_limit, memory_limit
 from xferlib.overlap.measure import measure_overlap
 from xferlib.registry import backends, stager
@@ -195,10 +195,8 @@ def _auto(instead: Report) -> str | None:
     try:
         with stager("auto", **instead) as opened:
             return opened.name
-    except BackendUnavailableError:
-        return None
     except Exception:
-        # The backend that is broken says so in its own row.
+        # None is there, or one is broken, which says so in its own row.
         return None
 
 

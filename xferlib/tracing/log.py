@@ -57,15 +57,7 @@ class Log:
     """Whether a trace runs."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.jobs: list[TracedTransfer] = []
-        self.lost = 0
-        self.threads: dict[int, str] = {}
-        self.streams: dict[StreamKey, str] = {}
-        self.null_streams: set[StreamKey] = set()
-        self.devices: dict[int, str] = {}
-        self.notes: list[str] = []
-        """What is not among the events, in words."""
+        self.drop()
         self.served: dict[int, str] = {}
         """By thread of ours, where the program asked for what it does, as `debug.caller` says it."""
         os.register_at_fork(after_in_child=self.stop)
@@ -78,9 +70,15 @@ class Log:
 
     def drop(self) -> None:
         """Let go of what was noted."""
-        self.events, self.jobs, self.lost = [], [], 0
-        self.threads, self.streams, self.devices = {}, {}, {}
-        self.null_streams, self.notes = set(), []
+        self.events: list[Event] = []
+        self.jobs: list[TracedTransfer] = []
+        self.lost = 0
+        self.threads: dict[int, str] = {}
+        self.streams: dict[StreamKey, str] = {}
+        self.null_streams: set[StreamKey] = set()
+        self.devices: dict[int, str] = {}
+        self.notes: list[str] = []
+        """What is not among the events, in words."""
 
     def stop(self) -> None:
         """Note nothing more. Also in a forked child, whose parent's trace it is."""
