@@ -1,18 +1,20 @@
 """Raises what an interrupt raises, once, at each point of a call where CPython looks for one.
 
-It looks when a function begins, behind a call that has returned, and where a loop jumps back. Main thread only, as with Ctrl-C.
+It looks when a function begins, behind a call that has returned, and where a loop jumps back. `interrupted_at` tries all of these
+in files of ours, on the main thread alone, as with Ctrl-C; `interrupted_in` all but the last, in whatever is called.
 """
 
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeAlias, final
 
-__all__ = ["interrupted_at"]
+__all__ = ["Interrupt", "interrupted_at", "interrupted_in"]
 
 CALLS = frozenset(number for name, number in dis.opmap.items() if name.startswith("CALL"))
 BACK = frozenset(number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in name)
@@ -75,3 +77,31 @@ def interrupted_at(point: int, within: tuple[str, ...], call: Callable[[], objec
         sys.unraisablehook = hook
     # Where it was ignored it came all the same.
     return tracer.left <= 0
+
+
+class Interrupt(BaseException):
+    """What a signal's handler raises."""
+
+
+def interrupted_in(step: int, call: Callable[[], object]) -> bool:
+    """Call, and raise at the entry of the `step`-th function, or behind the `step`-th call, whose result is lost. False: there were
+    fewer.
+    """
+    steps = iter(range(step))
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "return", "c_return") and next(steps, None) is None:
+            sys.setprofile(None)
+            raise Interrupt
+
+    # What is raised in the collector's callbacks gets no further.
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return False

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import signal
-import sys
 import threading
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,12 +15,9 @@ from xferlib_host._stager import NumpyStager
 from xferlib_host._stream import Event
 from xferlib_host._worker import Worker
 
+from tests.core.points import Interrupt, interrupted_in
 from tests.host.work import SECONDS, Gate, address, until, within
 from xferlib.errors import ClosedError
-
-
-class Interrupt(BaseException):
-    """What a signal's handler raises."""
 
 
 class Last:
@@ -93,31 +88,6 @@ def test_a_finalizer_sees_an_event_that_dies_with_it_as_it_is(stager: NumpyStage
     assert seen == [False]
 
 
-def interrupted_at(step: int, call: Any) -> bool:
-    """Call, and raise where the `step`-th interrupt may come: at the entry of a function, or behind a call, whose result is lost.
-
-    Tells whether there were so many such places.
-    """
-    steps = iter(range(step))
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        if event in ("call", "return", "c_return") and next(steps, None) is None:
-            sys.setprofile(None)
-            raise Interrupt
-
-    # What is raised in the collector's callbacks gets no further.
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        call()
-    except Interrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return False
-
-
 @pytest.mark.parametrize("method", ["done", "synchronize"])
 def test_whoever_asks_an_event_may_be_interrupted_anywhere(method: str) -> None:
     step = 0
@@ -127,7 +97,7 @@ def test_whoever_asks_an_event_may_be_interrupted_anywhere(method: str) -> None:
         opener = threading.Timer(0 if method == "done" else 0.01, event.reach)
         if method == "synchronize":
             opener.start()
-        went_on = interrupted_at(step, getattr(event, method))
+        went_on = interrupted_in(step, getattr(event, method))
         # Reached on another thread, which an interrupted one must not have locked out.
         if method == "done":
             opener.start()
@@ -166,7 +136,7 @@ def test_a_close_that_was_interrupted_anywhere_is_made_again() -> None:
     while went_on:
         ended: list[int] = []
         worker = Worker(f"test-{step}")
-        went_on = interrupted_at(step, lambda: worker.close(lambda: ended.append(1)))  # noqa: B023  (called at once)
+        went_on = interrupted_in(step, lambda: worker.close(lambda: ended.append(1)))  # noqa: B023  (called at once)
         within(SECONDS, lambda: worker.close(lambda: ended.append(2)))  # noqa: B023  (called at once)
         assert len(ended) == 1
         step += 1

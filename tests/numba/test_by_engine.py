@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -19,6 +18,7 @@ from xferlib_numba._stager import NumbaStager
 
 import xferlib
 from tests.core.fakes import WATCHDOG, on_thread, until
+from tests.core.points import interrupted_in
 from tests.engine.build import COMPILER
 from tests.engine.device import Device as Library
 from tests.engine.device import DeviceStream, built_device
@@ -422,29 +422,6 @@ def test_a_mark_covers_what_it_names_behind_gets_that_went_aside(world: World, s
     assert is_reached(event)
 
 
-class Interrupt(BaseException):
-    """What a signal's handler raises."""
-
-
-def interrupted_at(step: int, call: Callable[[], object]) -> bool:
-    """Call, and raise at the entry of the `step`-th function, or behind the `step`-th call, whose result is lost."""
-    steps = iter(range(step))
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        if event in ("call", "return", "c_return") and next(steps, None) is None:
-            sys.setprofile(None)
-            raise Interrupt
-
-    sys.setprofile(profile)
-    try:
-        call()
-    except Interrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
 @pytest.mark.parametrize("piece", ["whole", "columns"])
 def test_an_interrupt_anywhere_loses_no_wait_of_the_next(device: Library, world: World, piece: str) -> None:
     array = device_array(PIECES[piece](np.zeros((30, 30), np.uint8)), world.named)
@@ -458,7 +435,7 @@ def test_an_interrupt_anywhere_loses_no_wait_of_the_next(device: Library, world:
         backend = NumbaStager(cast("Any", world.driver))
         world.other.hold()
         try:
-            went_on = interrupted_at(step, partial(placed, backend))
+            went_on = interrupted_in(step, partial(placed, backend))
             event = placed(backend)
             held = world.other.record()
             assert not event.done()

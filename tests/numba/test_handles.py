@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, final
 
 import pytest
@@ -19,14 +18,11 @@ from xferlib_numba._events import EventPool, NumbaEvent
 from xferlib_numba._gather import KEPT, Gathering, Run
 from xferlib_numba._memory import Block
 
+from tests.core.points import Interrupt, interrupted_in
 from xferlib.reaper import start_reaper
 
 STREAM = 7
 SECONDS = 10.0
-
-
-class Interrupt(BaseException):
-    """What a signal's handler raises."""
 
 
 class Handle:
@@ -120,34 +116,12 @@ def test_a_driver_without_another_event_says_so(driver: Any, pool: EventPool) ->
     assert pool.record(STREAM).done()
 
 
-def interrupted_at(step: int, call: Callable[[], object]) -> bool:
-    """Call, and raise at the entry of the `step`-th function, or behind the `step`-th call, whose result is lost."""
-    steps = iter(range(step))
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        if event in ("call", "return", "c_return") and next(steps, None) is None:
-            sys.setprofile(None)
-            raise Interrupt
-
-    # What is raised in the collector's callbacks gets no further.
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        call()
-    except Interrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return False
-
-
 @pytest.mark.parametrize("call", ["record", "order"])
 def test_an_interrupt_anywhere_loses_no_handle_and_gives_none_to_two(pool: EventPool, call: str) -> None:
     live = [pool.record(STREAM) for _ in range(3)]
     created, step, went_on = len(pool.handles), 0, True
     while went_on:
-        went_on = interrupted_at(step, lambda: pool.record(STREAM) if call == "record" else pool.order(Handle(1), Handle(2)))
+        went_on = interrupted_in(step, lambda: pool.record(STREAM) if call == "record" else pool.order(Handle(1), Handle(2)))
         step += 1
         handles = [*map(int, pool.handles.free), *map(number_of, live)]
         assert len(set(handles)) == len(handles)
@@ -250,7 +224,7 @@ def test_an_interrupt_anywhere_loses_no_gathered_memory(driver: Any, blocks: dic
         gathering = Gathering(driver)
         gathering.copy(0, 1000, RUNS, STREAM)
         # Once from what is idle, once from what is allocated.
-        went_on = interrupted_at(len(every), lambda: [gathering.copy(0, nbytes, RUNS, STREAM) for nbytes in (1000, 9000)])  # noqa: B023
+        went_on = interrupted_in(len(every), lambda: [gathering.copy(0, nbytes, RUNS, STREAM) for nbytes in (1000, 9000)])  # noqa: B023
         every.append(gathering)
     assert len(every) > 10
     # What was interrupted goes on to its end, on another thread.
