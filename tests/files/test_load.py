@@ -24,6 +24,7 @@ from xferlib_host import Stream
 import xferlib
 from tests.children import fork
 from tests.core.fakes import WATCHDOG, held, on_thread
+from xferlib.conformance.values import assert_same
 from xferlib.stager import Stager
 
 RANDOM = np.random.default_rng(7)
@@ -47,12 +48,6 @@ def tensors(folder: Path, **arrays: np.ndarray) -> Path:
     return path
 
 
-def same(got: Any, want: Any) -> None:
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    assert got.tobytes() == want.tobytes()
-
-
 @pytest.mark.parametrize(
     "array",
     [
@@ -68,21 +63,21 @@ def same(got: Any, want: Any) -> None:
 )
 def test_an_npy_file_comes_out_as_it_went_in(stager: Stager, tmp_path: Path, array: Any) -> None:
     got = xferlib.load(saved(tmp_path, array), stager)
-    same(got, np.asarray(array))
+    assert_same(got, np.asarray(array))
     assert got.flags.c_contiguous
 
 
 def test_a_file_larger_than_the_pinned_limit_passes_through(tmp_path: Path) -> None:
     array = RANDOM.integers(0, 2**31, 3 << 20, np.int32)
     with xferlib.stager("host", pinned_limit=4 << 20) as stager:
-        same(xferlib.load(saved(tmp_path, array), stager), array)
-        same(xferlib.load(tensors(tmp_path, weights=array), stager)["weights"], array)
+        assert_same(xferlib.load(saved(tmp_path, array), stager), array)
+        assert_same(xferlib.load(tensors(tmp_path, weights=array), stager)["weights"], array)
         assert stager.backend.memory.calls().pinned_allocations >= 1  # type: ignore[attr-defined]  # the host backend's own
 
 
 def test_the_end_of_the_name_may_be_in_capitals(stager: Stager, tmp_path: Path) -> None:
     path = saved(tmp_path, np.arange(3))
-    same(xferlib.load(path.rename(tmp_path / "ARRAY.NPY"), stager), np.arange(3))
+    assert_same(xferlib.load(path.rename(tmp_path / "ARRAY.NPY"), stager), np.arange(3))
 
 
 def save_npy(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -113,7 +108,7 @@ def test_load_returns_when_the_arrays_are_there_whatever_stream_is_current(stage
         loading = on_thread(load)
         assert not wait([loading], 0.3).done
     got = loading.result(10)
-    same(got if suffix == ".npy" else got["a"], np.arange(100))
+    assert_same(got if suffix == ".npy" else got["a"], np.arange(100))
 
 
 def test_no_more_than_two_large_members_are_in_memory(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,25 +158,25 @@ def test_every_version_of_the_npy_format_is_read(stager: Stager, tmp_path: Path,
     npy.write_array(file, array, version=version)
     path = tmp_path / "array.npy"
     path.write_bytes(file.getvalue())
-    same(xferlib.load(path, stager), array)
+    assert_same(xferlib.load(path, stager), array)
     with zipfile.ZipFile(tmp_path / "many.npz", "w") as archive:
         archive.writestr("a.npy", file.getvalue())
-    same(xferlib.load(tmp_path / "many.npz", stager)["a"], array)
+    assert_same(xferlib.load(tmp_path / "many.npz", stager)["a"], array)
 
 
 def test_the_path_may_be_a_string(stager: Stager, tmp_path: Path) -> None:
-    same(xferlib.load(str(saved(tmp_path, np.arange(3))), stager), np.arange(3))
+    assert_same(xferlib.load(str(saved(tmp_path, np.arange(3))), stager), np.arange(3))
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_an_npz_file_gives_its_members_by_name(stager: Stager, tmp_path: Path, save: Any) -> None:
     path = tmp_path / "many.npz"
-    arrays = {"b": RANDOM.random((50, 60)), "a": np.arange(7), "none": np.zeros(0, np.int8)}
+    arrays: dict[str, Any] = {"b": RANDOM.random((50, 60)), "a": np.arange(7), "none": np.zeros(0, np.int8)}
     save(path, **arrays)
     got = xferlib.load(path, stager)
     assert list(got) == ["b", "a", "none"]
     for name, array in arrays.items():
-        same(got[name], array)
+        assert_same(got[name], array)
     assert list(xferlib.load(path, stager, names=["a", "b"])) == ["a", "b"]
 
 
@@ -198,7 +193,7 @@ def test_safetensors_come_out_as_they_went_in(stager: Stager, tmp_path: Path) ->
     got = xferlib.load(tensors(tmp_path, **arrays), stager)
     assert set(got) == set(arrays)
     for name, array in arrays.items():
-        same(got[name], array)
+        assert_same(got[name], array)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +211,7 @@ def test_safetensors_may_be_of_dtypes_that_numpy_lacks(stager: Stager, tmp_path:
     assert written in header
     header = header.replace(written, named)
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-    same(xferlib.load(path, stager, names=["values"])["values"], values)
+    assert_same(xferlib.load(path, stager, names=["values"])["values"], values)
 
 
 def tensor_file(folder: Path, *tensors: tuple[str, str, list[int], bytes]) -> Path:
@@ -246,7 +241,7 @@ def test_every_dtype_of_safetensors_has_its_values(stager: Stager, tmp_path: Pat
     dtype = np.dtype(KINDS[kind])
     values = np.array([1, 0, 1, 1], np.int8).astype(dtype)
     path = tensor_file(tmp_path, ("before", "U8", [16], bytes(16)), ("values", kind, [2, 2], values.tobytes()))
-    same(xferlib.load(path, stager)["values"], values.reshape(2, 2))
+    assert_same(xferlib.load(path, stager)["values"], values.reshape(2, 2))
 
 
 def test_tensors_around_one_whose_items_are_no_whole_bytes_are_found(stager: Stager, tmp_path: Path) -> None:
@@ -254,7 +249,7 @@ def test_tensors_around_one_whose_items_are_no_whole_bytes_are_found(stager: Sta
     before, after = (("before", "I32", [5], values.tobytes()), ("after", "I32", [5], values.tobytes()))
     path = tensor_file(tmp_path, before, ("four bits", "F4", [2, 8], bytes(range(8))), after)
     for name in ("before", "after"):
-        same(xferlib.load(path, stager, names=[name])[name], values)
+        assert_same(xferlib.load(path, stager, names=[name])[name], values)
     with pytest.raises(TypeError, match=r"'four bits' is of dtype F4, whose items are no whole bytes. Leave it out with names="):
         xferlib.load(path, stager)
 

@@ -15,6 +15,7 @@ import safetensors.numpy
 from xferlib_host import open_stager
 
 import xferlib
+from xferlib.conformance.values import assert_same
 from xferlib.stager import Stager
 
 RANDOM = np.random.default_rng(3)
@@ -41,33 +42,27 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def same(got: Any, want: Any) -> None:
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    assert got.tobytes() == want.tobytes()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", ml_dtypes.bfloat16, np.float16, np.dtype(np.float64), "float8_e4m3fn"], ids=str)
 def test_one_dtype_is_that_of_all_arrays_of_floating_point(stager: Stager, path: Path, dtype: Any) -> None:
     target = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) else dtype)
     got = xferlib.load(path, stager, dtype=dtype)
     assert set(got) == set(ARRAYS)
     for name, array in ARRAYS.items():
-        same(got[name], array.astype(target) if array.dtype.kind == "f" else array)
+        assert_same(got[name], array.astype(target) if array.dtype.kind == "f" else array)
 
 
 def test_what_ml_dtypes_adds_is_of_floating_point(stager: Stager, tmp_path: Path) -> None:
     path = tmp_path / "half.safetensors"
     half = RANDOM.random(50).astype(ml_dtypes.bfloat16)
     xferlib.save(path, {"half": stager.put(half, borrow=True).value}, stager).result(60)
-    same(xferlib.load(path, stager, dtype=np.float32)["half"], half.astype(np.float32))
+    assert_same(xferlib.load(path, stager, dtype=np.float32)["half"], half.astype(np.float32))
 
 
 def test_patterns_say_which_arrays_and_the_first_that_fits_counts(stager: Stager, path: Path) -> None:
     got = xferlib.load(path, stager, dtype={"a.bias": "float64", "a.*": "float16", "ids": np.int8})
     changed = {"a.bias": np.float64, "a.weight": np.float16, "ids": np.int8}
     for name, array in ARRAYS.items():
-        same(got[name], array.astype(changed.get(name, array.dtype)))
+        assert_same(got[name], array.astype(changed.get(name, array.dtype)))
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
@@ -76,20 +71,20 @@ def test_other_formats_are_converted_too(stager: Stager, tmp_path: Path, suffix:
     array = ARRAYS["a.weight"]
     np.save(path, array) if suffix == ".npy" else np.savez(path, array=array)
     got = xferlib.load(path, stager, dtype="float16")
-    same(got if suffix == ".npy" else got["array"], array.astype(np.float16))
+    assert_same(got if suffix == ".npy" else got["array"], array.astype(np.float16))
 
 
 def test_a_tree_is_compared_with_what_comes_out(stager: Stager, path: Path) -> None:
     like = {"a": {"bias": np.zeros(70, np.float16), "weight": np.zeros((300, 70), np.float16)}}
     got: Any = xferlib.load(path, stager, like=like, dtype="float16")
-    same(got["a"]["weight"], ARRAYS["a.weight"].astype(np.float16))
+    assert_same(got["a"]["weight"], ARRAYS["a.weight"].astype(np.float16))
     with pytest.raises(
         ValueError, match=r"'a\.bias' is of shape \(70,\) and dtype float32, and like has \(70,\) and float16\. To"
     ) as told:
         xferlib.load(path, stager, like=like)
     _, _, advice = str(told.value).partition("pass dtype=")
     rule = ast.literal_eval(advice[: advice.index("}") + 1])
-    same(
+    assert_same(
         xferlib.load(path, stager, like={"a": {"bias": like["a"]["bias"]}}, dtype=rule)["a"]["bias"],
         ARRAYS["a.bias"].astype(np.float16),
     )
@@ -116,7 +111,7 @@ def test_a_pattern_that_no_name_has_is_refused_before_anything_is_put(stager: St
     with pytest.raises(TypeError, match="not dtype"):
         xferlib.load(path, stager, dtype=object)
     assert stager.stats().h2d_nbytes == 0
-    same(xferlib.load(path, stager, dtype={"a.bias": "float32", "a.b*": "float16"})["a.bias"], ARRAYS["a.bias"])
+    assert_same(xferlib.load(path, stager, dtype={"a.bias": "float32", "a.b*": "float16"})["a.bias"], ARRAYS["a.bias"])
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_type(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +136,7 @@ def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, m
         assert stager.stats().device_peak_nbytes <= kept + (2 << 20) + 3 * largest
         assert stager.stats().device_nbytes <= kept + (256 << 10)
         for name, array in arrays.items():
-            same(got[name], array.astype(np.float16))
+            assert_same(got[name], array.astype(np.float16))
 
 
 def test_small_arrays_that_stay_keep_no_memory_of_those_that_are_converted(tmp_path: Path) -> None:
@@ -152,8 +147,8 @@ def test_small_arrays_that_stay_keep_no_memory_of_those_that_are_converted(tmp_p
     with xferlib.stager("host", strict=True) as stager:
         got = xferlib.load(tmp_path / "a.safetensors", stager, dtype="float16")
         assert 0 < stager.stats().device_nbytes <= 256 << 10
-        same(got["bias 499"], arrays["bias 499"].astype(np.float16))
-        same(got["ids"], arrays["ids"])
+        assert_same(got["bias 499"], arrays["bias 499"].astype(np.float16))
+        assert_same(got["ids"], arrays["ids"])
 
 
 class Bare:
@@ -185,9 +180,9 @@ def test_arrays_without_astype_are_refused_in_words_and_load_as_they_are(path: P
         with pytest.raises(xferlib.CapabilityError, match="arrays of backend 'bare' have no astype"):
             xferlib.load(path, stager, dtype="float16")
         got = xferlib.load(path, stager)
-        same(got["a.bias"].array, ARRAYS["a.bias"])
+        assert_same(got["a.bias"].array, ARRAYS["a.bias"])
         # Nothing is to be converted.
-        same(xferlib.load(path, stager, names=["ids"], dtype="float16")["ids"].array, ARRAYS["ids"])
+        assert_same(xferlib.load(path, stager, names=["ids"], dtype="float16")["ids"].array, ARRAYS["ids"])
 
 
 def test_a_backend_may_convert_by_itself(path: Path) -> None:
@@ -202,7 +197,7 @@ def test_a_backend_may_convert_by_itself(path: Path) -> None:
 
     backend: Any = Converting()
     with xferlib.stager(backend) as stager:
-        same(xferlib.load(path, stager, dtype="float16")["a.bias"].array, ARRAYS["a.bias"].astype(np.float16))
+        assert_same(xferlib.load(path, stager, dtype="float16")["a.bias"].array, ARRAYS["a.bias"].astype(np.float16))
 
 
 def test_a_conversion_that_fails_is_said_with_its_array(path: Path) -> None:

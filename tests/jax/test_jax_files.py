@@ -21,6 +21,7 @@ from tests import children
 from tests.core.fakes import on_thread, until
 from tests.files.saves import held_writes
 from xferlib.byte_reader import FOUND_AT_ONCE, Span
+from xferlib.conformance.values import assert_same
 from xferlib.pending import Reading
 from xferlib.stager import Stager
 
@@ -53,15 +54,10 @@ def trained(state: State) -> State:
 train = jax.jit(trained)
 
 
-def same(got: Any, want: Any) -> None:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    assert got.tobytes() == want.tobytes()
-
-
 def equal(got: State, want: State) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        same(np.asarray(one), np.asarray(other))
+        assert_same(np.asarray(one), np.asarray(other))
 
 
 def test_a_run_that_goes_on_from_a_file_ends_as_one_that_went_through(stager: Stager, tmp_path: Path) -> None:
@@ -96,7 +92,7 @@ def test_a_state_is_replaced_while_it_is_saved(stager: Stager, tmp_path: Path) -
     for step in range(10):
         got = xferlib.load(tmp_path / f"{step}.safetensors", stager, like=jax.eval_shape(initial))
         for one, other in zip(jax.tree.leaves(got), want[step], strict=True):
-            same(np.asarray(one), other)
+            assert_same(np.asarray(one), other)
 
 
 def test_what_fails_to_be_computed_fails_the_save(stager: Stager, tmp_path: Path) -> None:
@@ -134,7 +130,7 @@ def test_a_snapshot_may_be_donated_at_once(stager: Stager, tmp_path: Path) -> No
     for number, save in enumerate(saves):
         got = xferlib.load(save.result(60), stager, like=jax.eval_shape(initial))
         for one, other in zip(jax.tree.leaves(got), want[number], strict=True):
-            same(np.asarray(one), other)
+            assert_same(np.asarray(one), other)
 
 
 def copies_are_compiled() -> int:
@@ -317,7 +313,7 @@ def test_a_put_waits_for_a_save_by_another_stager_that_has_not_found_its_arrays(
         gate.set()
         assert not np.asarray(putting.result(30)).any()
     got = xferlib.load(save.result(60), saver)
-    same(np.asarray(got["0"]), np.arange(200_000, dtype=np.float32))
+    assert_same(np.asarray(got["0"]), np.arange(200_000, dtype=np.float32))
 
 
 def test_who_waits_for_a_reader_finds_room_as_soon_as_it_has_ended(
@@ -542,7 +538,7 @@ def test_a_state_of_many_arrays_may_be_donated_before_it_is_computed(stager: Sta
     for save, arrays in zip(saves, want, strict=True):
         got = xferlib.load(save.result(60), stager)
         for number, array in enumerate(arrays):
-            same(np.asarray(got[str(number)]), array)
+            assert_same(np.asarray(got[str(number)]), array)
 
 
 @pytest.mark.parametrize(("switch", "value"), [("jax_debug_nans", np.nan), ("jax_debug_infs", np.inf)])
@@ -559,7 +555,7 @@ def test_a_state_of_many_arrays_is_saved_whatever_it_holds(stager: Stager, tmp_p
         jax.config.update(switch, False)
     got = xferlib.load(save.result(60), stager)
     for number, array in enumerate(state):
-        same(np.asarray(got[str(number)]), np.asarray(array))
+        assert_same(np.asarray(got[str(number)]), np.asarray(array))
 
 
 def test_a_program_that_saves_a_snapshot_as_it_ends_comes_to_its_end(tmp_path: Path) -> None:
@@ -619,10 +615,10 @@ def test_arrays_are_converted_on_the_device(stager: Stager, tmp_path: Path) -> N
     got = xferlib.load(path, stager, dtype="bfloat16")
     names = {name for name in got if got[name].dtype == jax.numpy.bfloat16}
     assert names == {name for name in got if name != "step"}
-    same(np.asarray(got["params.dense.0"]), np.asarray(state.params["dense"][0].astype(jax.numpy.bfloat16)))
+    assert_same(np.asarray(got["params.dense.0"]), np.asarray(state.params["dense"][0].astype(jax.numpy.bfloat16)))
     like = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf.astype(jax.numpy.float16) if leaf.ndim else leaf, initial()))
     half = xferlib.load(path, stager, like=like, dtype=np.float16)
-    same(np.asarray(half.params["half"]), np.asarray(state.params["half"].astype(np.float16)))
+    assert_same(np.asarray(half.params["half"]), np.asarray(state.params["half"].astype(np.float16)))
 
 
 def test_a_dtype_that_jax_would_narrow_is_refused_before_anything_is_put(stager: Stager, tmp_path: Path) -> None:
@@ -668,8 +664,8 @@ def test_wide_arrays_are_saved_where_wide_types_are_on_and_elsewhere_the_error_s
         with np.load(file) as archive:
             found = dict(archive)
         for name, array in got.result().items():
-            same(found[name], np.asarray(tree[name]))
-            same(array, np.asarray(tree[name]))
+            assert_same(found[name], np.asarray(tree[name]))
+            assert_same(array, np.asarray(tree[name]))
 
 
 def test_a_snapshot_that_does_not_fit_is_known_not_to(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
