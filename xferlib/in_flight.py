@@ -75,25 +75,20 @@ class InFlight:
         self._record = record
         self._failures = failures
         self._count = itertools.count().__next__
-        self._entries: dict[int, Entry] = {}
-        """By `asked`."""
+        self.table: dict[int, Entry] = {}
+        """By `asked`: an entry is in it until its copies are known to be done."""
         self._stuck: list[object] = []
         forget_in_child(self)
 
     @property
     def busy(self) -> bool:
         """Whether anything may be in flight."""
-        return bool(self._entries)
-
-    @property
-    def table(self) -> dict[int, Entry]:
-        """The table itself, by `asked`: an entry is in it until its copies are known to be done."""
-        return self._entries
+        return bool(self.table)
 
     def entries(self) -> list[Entry]:
         """Return what may be in flight, about in the order of its start."""
         # One call: other threads add meanwhile.
-        return list(self._entries.values())
+        return list(self.table.values())
 
     def add(
         self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None, *, looked: bool = False
@@ -105,7 +100,7 @@ class InFlight:
         asked = self._count()
         event = self._record()
         entry: Entry = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
-        self._entries[asked] = entry
+        self.table[asked] = entry
         self.nbytes += nbytes
         # The count decides, which a transfer advances by two. The number of entries does not: it stays the same while as many end
         # as start.
@@ -149,7 +144,7 @@ class InFlight:
         """
         found, more = False, True
         # What is let go of here may run foreign finalizers, which may come back here.
-        while more and self._entries:
+        while more and self.table:
             gone, more = self._take_done(newest)
             found = found or bool(gone)
         return found
@@ -159,7 +154,7 @@ class InFlight:
         for entry in self.entries():
             if concerns(entry):
                 self.wait(entry.event)
-                self._entries.pop(entry.asked, None)
+                self.table.pop(entry.asked, None)
                 return True
         return False
 
@@ -171,12 +166,12 @@ class InFlight:
             self.wait(entry.event)
         # Each by itself: `reap` leaves entries that other threads recorded meanwhile to its next look, and there may be none.
         for entry in entries:
-            self._entries.pop(entry.asked, None)
+            self.table.pop(entry.asked, None)
 
     def forget(self) -> None:
         """See `Forgetful`."""
-        leave(self._entries, self._stuck)
-        self._entries, self._stuck = {}, []
+        leave(self.table, self._stuck)
+        self.table, self._stuck = {}, []
 
     def wait(self, event: Event) -> None:
         """Block until an event is reached, or has failed."""
@@ -194,7 +189,7 @@ class InFlight:
         if len(entries) > 1 and max(map(_RECORDED, entries[:-1])) > last.asked:
             gone = [entry for entry in entries if entry is last or entry.recorded < last.asked]
         # A loop in Python takes longer, and this is on the path of small transfers.
-        _exhaust(map(self._entries.pop, map(_ASKED, gone), itertools.repeat(None)))
+        _exhaust(map(self.table.pop, map(_ASKED, gone), itertools.repeat(None)))
         return gone, gone is not entries
 
     def _done(self, newest: int | None) -> list[Entry]:
@@ -221,7 +216,7 @@ class InFlight:
     def _oldest(self, count: int) -> list[Entry]:
         """Return the first `count` of `entries`, without a list of all: there may be hundreds, and a look comes with each."""
         try:
-            return list(itertools.islice(self._entries.values(), count))
+            return list(itertools.islice(self.table.values(), count))
         except RuntimeError:
             # Another thread has added meanwhile.
             return self.entries()[:count]

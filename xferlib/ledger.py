@@ -52,7 +52,7 @@ class Ledger:
     @property
     def has_no_readers(self) -> bool:
         """Whether nothing in flight can be reading device memory of the caller's: this stager is the only one, and gets nothing."""
-        return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1
+        return not self.jobs.d2h and not self.jobs.readings and not self.d2h.table and len(_open) == 1
 
     def entries(self) -> Iterator[Entry]:
         """Iterate the copies of both directions that may be in flight."""

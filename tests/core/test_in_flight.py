@@ -162,7 +162,7 @@ def test_a_table_that_another_thread_adds_to_meanwhile_is_looked_at_as_a_whole()
     queue = queue_of(*points)
     for _ in points:
         queue.add(1, ())
-    queue._entries = Changes(queue._entries)
+    queue.table = Changes(queue.table)
     assert queue.reap()
     assert [entry.event for entry in queue.entries()] == points[2:]
 
@@ -507,7 +507,7 @@ def test_one_that_is_done_answers_for_none_that_was_recorded_behind_it_wherever_
     behind = Point()
     # The last was asked for when the third had been recorded, and before the second was.
     for asked, event, recorded in ((0, None, 1), (2, behind, 6), (3, None, 4), (5, None, 7)):
-        queue._entries[asked] = Entry(asked, event or Point(reached=True), recorded, (), (), None)
+        queue.table[asked] = Entry(asked, event or Point(reached=True), recorded, (), (), None)
     assert queue.reap()
     assert [entry.event for entry in queue.entries()] == [behind]
 
@@ -515,7 +515,7 @@ def test_one_that_is_done_answers_for_none_that_was_recorded_behind_it_wherever_
 def test_what_is_done_but_was_recorded_while_another_was_is_let_go_of_by_the_same_look() -> None:
     queue = queue_of()
     for asked, recorded in ((0, 1), (2, 5), (3, 4)):
-        queue._entries[asked] = Entry(asked, Point(reached=True), recorded, (), (), None)
+        queue.table[asked] = Entry(asked, Point(reached=True), recorded, (), (), None)
     assert queue.reap()
     assert queue.entries() == []
 

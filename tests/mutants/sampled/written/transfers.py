@@ -36,18 +36,18 @@ MUTANTS = [
     ),
     (
         "xferlib/ledger.py",
-        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
-        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h.table and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h.table",
     ),
     (
         "xferlib/ledger.py",
-        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h.table and len(_open) == 1",
         "return not self.jobs.d2h and not self.jobs.readings and len(_open) == 1",
     ),
     (
         "xferlib/ledger.py",
-        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
-        "return not self.jobs.readings and not self.d2h._entries and len(_open) == 1",
+        "return not self.jobs.d2h and not self.jobs.readings and not self.d2h.table and len(_open) == 1",
+        "return not self.jobs.readings and not self.d2h.table and len(_open) == 1",
     ),
     (PUTS, "if event is not None and ledger.backend_device == self._ledger.backend_device:\n", "if event is not None:\n"),
     (
