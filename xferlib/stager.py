@@ -99,18 +99,9 @@ class Stager:
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
         # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
-        uninterrupted(self._set_up, pinned_limit, device_limit, when_full, strict, staging, debug)
+        uninterrupted(self._make_parts, pinned_limit, device_limit, when_full, strict, staging, debug)
         # Only now does the stager own it: if the constructor does not come to its end, the backend stays open.
         parts.owns_backend = True
-
-    def _set_up(self, *given: Any) -> None:
-        """Make the parts. On a thread that no interrupt comes to."""
-        try:
-            self._make_parts(*given)
-        except BaseException:
-            # Nothing was asked of them yet.
-            self._parts.give_back()
-            raise
 
     def _make_parts(
         self,
@@ -121,34 +112,39 @@ class Stager:
         staging: StagingProfile | str | None,
         debug: bool | None,
     ) -> None:
+        """Make the parts, or give back those that there are. On a thread that no interrupt comes to."""
         backend, parts = self.backend, self._parts
-        # First: if something is refused below, the reaper takes care of what is dropped.
-        start_reaper()
-        parts.ledger = self._ledger = ledger = Ledger(backend)
-        memory = allocators(backend)
-        parts.pool = self._pool = pool = PinnedPool(
-            allocate=memory.allocate,
-            allocate_write_combined=memory.allocate_write_combined,
-            # Whoever is strict must never meet memory of ours that is not pinned.
-            unlocked=None if strict else memory.unlocked,
-            free=memory.free,
-            ledger=ledger,
-            limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
-            when_full=when_full,
-        )
-        device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-        parts.blocks = self._blocks = DevicePool(backend, ledger, device_limit)
-        parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
-        pool.release, ledger.wait_issued = staged.release, staged.wait_issued
-        parts.pins = self._pins = Pins(backend, ledger, pool)
-        host = HostMemory(backend, pool, splits)
-        self._host = host
-        self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
-        parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
-        self._gets = DeviceToHost(backend, host, pool, staged, ledger)
-        parts.enter()
-        _live.add(self)
-        forget_in_child(self)
+        with ExitStack() as undo:
+            # Nothing was asked of them yet.
+            undo.callback(parts.give_back)
+            # First: if something is refused below, the reaper takes care of what is dropped.
+            start_reaper()
+            parts.ledger = self._ledger = ledger = Ledger(backend)
+            memory = allocators(backend)
+            parts.pool = self._pool = pool = PinnedPool(
+                allocate=memory.allocate,
+                allocate_write_combined=memory.allocate_write_combined,
+                # Whoever is strict must never meet memory of ours that is not pinned.
+                unlocked=None if strict else memory.unlocked,
+                free=memory.free,
+                ledger=ledger,
+                limit=default_pinned_limit() if pinned_limit is None else positive_nbytes(pinned_limit, "pinned_limit"),
+                when_full=when_full,
+            )
+            device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
+            parts.blocks = self._blocks = DevicePool(backend, ledger, device_limit)
+            parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
+            pool.release, ledger.wait_issued = staged.release, staged.wait_issued
+            parts.pins = self._pins = Pins(backend, ledger, pool)
+            host = HostMemory(backend, pool, splits)
+            self._host = host
+            self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
+            parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
+            self._gets = DeviceToHost(backend, host, pool, staged, ledger)
+            parts.enter()
+            _live.add(self)
+            forget_in_child(self)
+            undo.pop_all()
 
     @property
     def name(self) -> str:
