@@ -37,8 +37,6 @@ __all__ = [
     "Spec",
     "Trees",
     "check_structure",
-    "flatten",
-    "flatten_like",
     "is_record",
     "path",
     "rides_along",
@@ -229,8 +227,6 @@ _registering: dict[int, None] = {}
 """The threads that are inside the tree library's registry."""
 PLAIN = Trees("xferlib")
 """The trees of backends that bring none of their own."""
-flatten = PLAIN.flatten
-flatten_like = PLAIN.flatten_like
 _by_namespace: dict[str, Trees] = {PLAIN.namespace: PLAIN}
 
 

@@ -23,7 +23,7 @@ import pytest
 import xferlib
 from tests.core.fakes import WATCHDOG, held, on_thread
 from xferlib.protocol import TakenApart
-from xferlib.tree import FLAT_SHAPES, PLAIN, Host, Trees, flatten, flatten_like, path, trees_of, unflatten
+from xferlib.tree import FLAT_SHAPES, PLAIN, Host, Trees, path, trees_of, unflatten
 
 
 class Colour(Enum):
@@ -84,7 +84,7 @@ A, B, C = np.zeros(1), np.ones(2), np.full(3, 2.0)
     ],
 )
 def test_trees_come_back_as_they_were(tree: Any, count: int) -> None:
-    leaves, spec = flatten(tree)
+    leaves, spec = PLAIN.flatten(tree)
     assert len(leaves) == count
     again = unflatten(spec, leaves)
     assert type(again) is type(tree)
@@ -160,15 +160,15 @@ def test_an_array_alone_and_what_is_none_are_told_as_they_are() -> None:
 
 def test_riders_may_differ_from_tree_to_tree_and_their_places_may_not() -> None:
     _, spec = PLAIN.arrays({"image": A, "name": "first"})
-    assert flatten_like(spec, {"image": B, "name": "second"}, name="into") == [B]
+    assert PLAIN.flatten_like(spec, {"image": B, "name": "second"}, name="into") == [B]
     for other in ({"image": B, "name": C}, {"image": "text", "name": B}, {"image": B}, B, {"image": "x", "name": "y"}):
         with pytest.raises(
             ValueError, match=r"structure: expected {'image': array, 'name': no array}, got .* the other needs some, too"
         ):
-            flatten_like(spec, other, name="into")
+            PLAIN.flatten_like(spec, other, name="into")
     _, plain = PLAIN.arrays({"image": A, "name": B})
     with pytest.raises(ValueError, match="into has another structure"):
-        flatten_like(plain, {"image": A, "name": "text"}, name="into")
+        PLAIN.flatten_like(plain, {"image": A, "name": "text"}, name="into")
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -232,7 +232,7 @@ def test_a_member_of_an_enumeration_is_itself_though_it_has_fields() -> None:
 def test_many_that_are_no_arrays_are_not_all_named() -> None:
     _, spec = PLAIN.arrays([A, *map(str, range(20))])
     with pytest.raises(ValueError, match=r"expected \[array, (no array, ){15}5 more\], got"):
-        flatten_like(spec, [A, B], name="out")
+        PLAIN.flatten_like(spec, [A, B], name="out")
 
 
 def test_names_ride_along_in_slots(stager: xferlib.Stager) -> None:
@@ -303,17 +303,17 @@ def test_a_class_that_another_thread_learns_in_between_is_taken_apart_all_the_sa
 
 
 def test_dict_keys_keep_their_order() -> None:
-    leaves, spec = flatten({"z": A, "a": B, "m": C})
+    leaves, spec = PLAIN.flatten({"z": A, "a": B, "m": C})
     assert list(unflatten(spec, leaves)) == ["z", "a", "m"]
 
 
 def test_dicts_match_by_key_whatever_the_order() -> None:
-    _, spec = flatten({"z": A, "a": B})
-    assert dict(zip(["a", "z"], flatten_like(spec, {"a": C, "z": B}, name="into"), strict=True)) == {"a": C, "z": B}
+    _, spec = PLAIN.flatten({"z": A, "a": B})
+    assert dict(zip(["a", "z"], PLAIN.flatten_like(spec, {"a": C, "z": B}, name="into"), strict=True)) == {"a": C, "z": B}
 
 
 def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
-    leaves, spec = flatten(Strict(A))
+    leaves, spec = PLAIN.flatten(Strict(A))
     again = unflatten(spec, ["x", "y"])
     assert isinstance(again, Strict)
     assert (again.values, again.total) == ("x", "y")
@@ -321,7 +321,7 @@ def test_dataclasses_are_rebuilt_without_their_constructor() -> None:
 
 
 def test_a_dataclass_type_is_a_leaf() -> None:
-    leaves, spec = flatten(Frozen)
+    leaves, spec = PLAIN.flatten(Frozen)
     assert leaves == [Frozen]
     assert spec is None
 
@@ -336,7 +336,7 @@ def test_two_classes_of_the_same_name_are_two() -> None:
 
     first, second = make(), make()
     for cls in (first, second):
-        leaves, spec = flatten(cls(A))
+        leaves, spec = PLAIN.flatten(cls(A))
         assert type(unflatten(spec, leaves)) is cls
 
 
@@ -350,11 +350,11 @@ def test_a_dataclass_that_another_thread_meets_first_is_no_error(monkeypatch: py
 
     def late(*arguments: Any, **named: Any) -> Any:
         monkeypatch.setattr(optree, "register_pytree_node", register)
-        others.append(on_thread(lambda: flatten(Fresh(A))[0]).result(10))
+        others.append(on_thread(lambda: PLAIN.flatten(Fresh(A))[0]).result(10))
         return register(*arguments, **named)
 
     monkeypatch.setattr(optree, "register_pytree_node", late)
-    leaves, spec = flatten(Fresh(B))
+    leaves, spec = PLAIN.flatten(Fresh(B))
     assert leaves == [B]
     assert others == [[A]]
     assert type(unflatten(spec, leaves)) is Fresh
@@ -370,7 +370,7 @@ def test_dataclasses_in_dataclasses_are_taken_apart_the_first_time_they_are_met(
         inner: Any
         rest: Any
 
-    leaves, spec = flatten(Outer(Inner(A), [Inner(B), C]))
+    leaves, spec = PLAIN.flatten(Outer(Inner(A), [Inner(B), C]))
     assert leaves == [A, B, C]
     again = unflatten(spec, "abc")
     assert again == Outer(Inner("a"), [Inner("b"), "c"])
@@ -383,30 +383,30 @@ def test_an_array_of_a_framework_that_is_a_dataclass_is_one_leaf() -> None:
         shape: Any
 
     array = Framework(np.dtype(np.int8), (3,))
-    leaves, spec = flatten([array, A])
+    leaves, spec = PLAIN.flatten([array, A])
     assert leaves == [array, A]
-    assert flatten(array) == ([array], None)
+    assert PLAIN.flatten(array) == ([array], None)
     assert unflatten(spec, leaves) == [array, A]
 
 
 def test_a_path_says_where_a_leaf_stands() -> None:
-    _, spec = flatten({"z": [A, (B, Frozen(C))]})
+    _, spec = PLAIN.flatten({"z": [A, (B, Frozen(C))]})
     assert [path(spec, index) for index in range(3)] == ["tree.z[0]", "tree.z[1][0]", "tree.z[1][1].image"]
 
 
 def test_another_structure_is_named() -> None:
-    _, spec = flatten({"a": A})
+    _, spec = PLAIN.flatten({"a": A})
     with pytest.raises(ValueError, match=r"^out has another structure: expected {'a': array}, got {'b': array}$"):
-        flatten_like(spec, {"b": A}, name="out")
+        PLAIN.flatten_like(spec, {"b": A}, name="out")
     with pytest.raises(ValueError, match="got one array"):
-        flatten_like(spec, A, name="out")
+        PLAIN.flatten_like(spec, A, name="out")
 
 
 def test_a_structure_is_said_as_it_would_be_written() -> None:
     old_style = namedtuple("old_style", "x y")
     _, spec = PLAIN.arrays({"a": [A, (B,), ()], "b": old_style(A, None), "c": Frozen(A, "text"), "d": OrderedDict(k=(A, B))})
     with pytest.raises(ValueError, match="got one array") as caught:
-        flatten_like(spec, A, name="out")
+        PLAIN.flatten_like(spec, A, name="out")
     expected = (
         "{'a': [array, (array,), ()], 'b': old_style(x=array, y=None), 'c': Frozen(image=array, label=no array), "
         "'d': OrderedDict('k': (array, array))}"
@@ -418,14 +418,14 @@ def test_structures_that_look_alike_and_are_not_are_said_to_differ() -> None:
     first, second = namedtuple("point", "x"), namedtuple("point", "x")
     _, spec = PLAIN.arrays(first(A))
     with pytest.raises(ValueError, match=r"expected point\(x=array\), got point\(x=array\)\. What differs is not shown"):
-        flatten_like(spec, second(A), name="out")
+        PLAIN.flatten_like(spec, second(A), name="out")
 
 
 @pytest.mark.parametrize("empty", [[], {}, None])
 def test_an_empty_tree_is_not_called_one_array(empty: object) -> None:
-    _, spec = flatten({"a": A})
+    _, spec = PLAIN.flatten({"a": A})
     with pytest.raises(ValueError, match="another structure") as caught:
-        flatten_like(spec, empty, name="into")
+        PLAIN.flatten_like(spec, empty, name="into")
     assert "got one array" not in str(caught.value)
 
 
@@ -489,13 +489,13 @@ def test_a_class_that_two_threads_learn_at_once_is_known(monkeypatch: pytest.Mon
 
     def learn_second(cls: type, *arguments: Any, **options: Any) -> Any:
         if not others:
-            others.append(threading.Thread(target=lambda: others.append(flatten(Met(B))[0])))
+            others.append(threading.Thread(target=lambda: others.append(PLAIN.flatten(Met(B))[0])))
             others[0].start()
             others[0].join()
         return learn(cls, *arguments, **options)
 
     monkeypatch.setattr(optree, "register_pytree_node", learn_second)
-    leaves, spec = flatten(Met(A))
+    leaves, spec = PLAIN.flatten(Met(A))
     assert leaves == [A]
     assert others[1] == [B]
     assert isinstance(unflatten(spec, [C]), Met)
@@ -540,7 +540,7 @@ def test_trees_of_one_backend_are_leaves_to_the_others(stager: xferlib.Stager) -
     trees = trees_of(Registry())  # type: ignore[arg-type]
     assert len(trees.flatten([Opaque(A, B)])[0]) == 2
     assert trees_of(stager.backend) is PLAIN
-    (leaf,), spec = flatten(Opaque(A, B))
+    (leaf,), spec = PLAIN.flatten(Opaque(A, B))
     assert isinstance(leaf, Opaque)
     assert spec is None
 

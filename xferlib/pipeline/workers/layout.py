@@ -20,7 +20,7 @@ from xferlib.errors import AllocationError
 from xferlib.memory.arrays import Array, check_dtype
 from xferlib.memory.blocks import ALIGNMENT, PAGE, round_up
 from xferlib.sketch import sketched
-from xferlib.tree import PLAIN, Host, Spec, Trees, flatten, path, rides_along, unflatten
+from xferlib.tree import PLAIN, Host, Spec, Trees, path, rides_along, unflatten
 from xferlib.words import counted, in_words
 
 __all__ = ["SlotArray", "SlotLayout", "SlotTree", "marked"]
@@ -49,7 +49,7 @@ class SlotTree(NamedTuple):
 
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays over these bytes."""
-        marks, spec = flatten(self.tree)
+        marks, spec = PLAIN.flatten(self.tree)
         return unflatten(spec, [mark.value if isinstance(mark, Host) else self.parts[mark].view(slot) for mark in marks])
 
     def returned(self, value: Any, slot: Bytes) -> SlotTree | None:
@@ -61,7 +61,7 @@ class SlotTree(NamedTuple):
             return None
         if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):
             return self._rows(operator.index(value))
-        leaves, structure = flatten(value)
+        leaves, structure = PLAIN.flatten(value)
         arrays = [index for index, leaf in enumerate(leaves) if not rides_along(type(leaf))]
         parts = tuple(_part(leaves[index], slot, path(structure, index)) for index in arrays)
         if not parts:

@@ -26,7 +26,7 @@ from xferlib.pipeline.workers.layout import Bytes, SlotTree, marked
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised, Ready, Reply
 from xferlib.pipeline.workers.process import watch
-from xferlib.tree import flatten, path, rides_along
+from xferlib.tree import PLAIN, path, rides_along
 
 __all__ = ["serve"]
 
@@ -80,7 +80,7 @@ class _Filler:
         try:
             task = pickle.loads(order.task)
             views = self._whole.views(slot)
-            before = flatten(views)
+            before = PLAIN.flatten(views)
             value = self._fill(task, views)
             parts = self._whole.returned(value, slot)
             if value is None or isinstance(value, (int, np.integer)):
@@ -99,7 +99,7 @@ def _put_beside(views: Any, arrays: list[Any], structure: Any) -> Any | None:
 
     Raises `TypeError` where it has put something in place of an array: the memory would keep an older batch.
     """
-    leaves, found = flatten(views)
+    leaves, found = PLAIN.flatten(views)
     places = [index for index, leaf in enumerate(leaves) if not rides_along(type(leaf))]
     if len(places) < len(arrays):
         raise TypeError(MOVED)
@@ -119,8 +119,8 @@ def _put_beside(views: Any, arrays: list[Any], structure: Any) -> Any | None:
 
 def _check_nothing_left(views: Any, value: Any) -> None:
     """Raise `TypeError` where `fill` has put something beside the arrays of its slot, and returned a tree that lacks it."""
-    leaves, found = flatten(views)
-    _, structure = flatten(value)
+    leaves, found = PLAIN.flatten(views)
+    _, structure = PLAIN.flatten(value)
     returned = [] if structure is None else structure.paths()
     for index, leaf in enumerate(leaves):
         if found is not None and rides_along(type(leaf)) and found.paths()[index] not in returned:
