@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import final
@@ -17,6 +17,7 @@ from typing import final
 from xferlib.errors import SynchronousTransferWarning
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostLeaf
+from xferlib.memory.pinned_pool import promised
 from xferlib.tree import Spec, path
 from xferlib.words import in_words
 
@@ -35,11 +36,10 @@ NBYTES = attrgetter("nbytes")
 class PageableWarning:
     """Warns, or raises if `strict`. Any thread. Asked before a put starts that does not borrow its sources.
 
-    `promised` tells whether a pool of ours has this memory, and has locked it or soon will. Then nobody is warned.
+    Nobody is warned of memory that a pool of ours has, and has locked or soon will.
     """
 
-    def __init__(self, promised: Callable[[int, int], bool], *, strict: bool) -> None:
-        self._promised = promised
+    def __init__(self, *, strict: bool) -> None:
         self._strict = strict
 
     def concerns(self, nbytes: int) -> bool:
@@ -61,7 +61,7 @@ class PageableWarning:
         `outside`: they lie in memory of no pool.
         """
         level = _level_of_caller()
-        if level is None or (not outside and _are_promised(arrays, self._promised)):
+        if level is None or (not outside and _are_promised(arrays)):
             return
         if self._strict:
             raise _refusal(arrays[0], spec, index, into)
@@ -70,7 +70,7 @@ class PageableWarning:
         warnings.warn(_TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning, stacklevel=level)
 
 
-def _are_promised(arrays: Sequence[Array], promised: Callable[[int, int], bool]) -> bool:
+def _are_promised(arrays: Sequence[Array]) -> bool:
     # A loop: a generator would take as long as all else here, and mostly there is one array.
     for array in arrays:  # noqa: SIM110
         if not promised(address_of(array), array.nbytes):

@@ -45,8 +45,8 @@ from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.host import HostMemory, mappable
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.memory.pages import allocators
-from xferlib.memory.pinned_pool import PinnedPool, promised
-from xferlib.memory.registered import Pin, Pins, splits
+from xferlib.memory.pinned_pool import PinnedPool
+from xferlib.memory.registered import Pin, Pins
 from xferlib.pageable_warning import PageableWarning
 from xferlib.parts import Parts, before_closing, close_dropped
 from xferlib.protocol import Capabilities, HostStager
@@ -136,9 +136,9 @@ class Stager:
             parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
             pool.release, ledger.wait_issued = staged.release, staged.wait_issued
             parts.pins = self._pins = Pins(backend, ledger, pool)
-            host = HostMemory(backend, pool, splits)
+            host = HostMemory(backend, pool)
             self._host = host
-            self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(promised, strict=strict))
+            self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(strict=strict))
             parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
             self._gets = DeviceToHost(backend, host, pool, staged, ledger)
             parts.enter()

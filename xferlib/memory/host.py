@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, check_dtype, host_array
 from xferlib.memory.pinned_pool import PinnedPool, awaiting
+from xferlib.memory.registered import splits
 from xferlib.protocol import HostStager
 
 __all__ = ["HostLeaf", "HostMemory", "mappable"]
@@ -28,12 +29,10 @@ ASSUMED_UP_TO_NBYTES = 64 << 10
 class HostMemory:
     """Says of host arrays whether one backend's copy engines use them as they are, and at which address. Any thread."""
 
-    def __init__(self, backend: HostStager[Any], pool: PinnedPool, splits: Callable[[int, int], bool]) -> None:
-        """`splits`: see `registered`."""
+    def __init__(self, backend: HostStager[Any], pool: PinnedPool) -> None:
         self.dtypes: set[np.dtype[Any]] = set()
         """Those that `check_dtype` has let pass."""
         self._is_pinned = backend.is_pinned
-        self._splits = splits
         self._check_dtype = backend.check_dtype
         self._pool = pool
         self._in_pool = pool.contains
@@ -114,7 +113,7 @@ class HostMemory:
         if self._in_pool(address, nbytes):
             return address
         # Drivers are asked about both ends. Between two pins there may be memory that no copy engine can use.
-        return address if self._is_pinned(address, nbytes) and not self._splits(address, nbytes) else None
+        return address if self._is_pinned(address, nbytes) and not splits(address, nbytes) else None
 
     def locked_address(self, array: Array) -> int | None:
         """Return the same, but first block until memory that is about to be page-locked is locked."""

@@ -128,7 +128,7 @@ MUTANTS = (
         "        self._ledger.wait_all()\n        verify_done()\n",
         "        verify_done()\n",
     ),
-    Mutant("a hole between two pins is not seen", "xferlib/memory/host.py", "and not self._splits(address, nbytes)", ""),
+    Mutant("a hole between two pins is not seen", "xferlib/memory/host.py", "and not splits(address, nbytes)", ""),
     Mutant(
         "a view that is gone holds no memory",
         "xferlib/memory/mapped.py",

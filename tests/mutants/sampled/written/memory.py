@@ -68,7 +68,7 @@ MUTANTS = [
         "",
     ),
     (HOST, "if type(base) is np.ndarray and base.base is None:", "if type(base) is np.ndarray:"),
-    (HOST, " and not self._splits(address, nbytes) else None", " else None"),
+    (HOST, " and not splits(address, nbytes) else None", " else None"),
     (HOST, "            if not array.flags.c_contiguous:\n                return None\n", ""),
     (ARRAYS, "step = max(1, nbytes // row)", "step = -(-nbytes // row)"),
     (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
