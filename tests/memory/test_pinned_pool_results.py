@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from xferlib.errors import AllocationError
 from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
 from xferlib.memory.locker import lock_later
-from xferlib.memory.pages import HostPages, Unlocked
+from xferlib.memory.pages import HostPages
 from xferlib.memory.pinned_pool import LARGE_FROM_NBYTES, UNLOCKED_FROM_NBYTES, PinnedPool
 from xferlib.memory.proc_maps import mappings
 from xferlib.memory.segments import Segment, Segments
@@ -911,7 +912,7 @@ def test_an_interrupt_at_any_point_loses_no_memory_that_is_locked_later() -> Non
 
 def later(driver: Driver, **options: Any) -> PinnedPool:
     """Return a pool over memory that is only addresses, and locked later."""
-    unlocked = Unlocked(lambda sizes: [driver.allocate(nbytes) for nbytes in sizes], lambda address: None)
+    unlocked = SimpleNamespace(map=lambda sizes: [driver.allocate(nbytes) for nbytes in sizes], lock=lambda address: None)
     return driver.pool(unlocked=unlocked, **options)
 
 
@@ -975,8 +976,7 @@ def test_what_the_system_has_not_to_be_locked_later_is_asked_for_as_ever() -> No
         raise AllocationError("not there")
 
     driver = Driver()
-    unlocked = Unlocked(refuse, lambda address: None)
-    pool = driver.pool(ROOM, unlocked=unlocked)
+    pool = driver.pool(ROOM, unlocked=SimpleNamespace(map=refuse, lock=lambda address: None))
     found = pool.results([((LEAF,), np.dtype(np.uint8))] * COUNT)
     assert sorted(array.ctypes.data for array in found) == sorted(driver.live)
     assert pool.nbytes == COUNT * LEAF

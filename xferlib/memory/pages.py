@@ -33,7 +33,7 @@ from xferlib.memory.numa import cpus_near
 from xferlib.protocol import HostStager
 from xferlib.words import in_words
 
-__all__ = ["Allocators", "HostPages", "Unlocked", "allocators"]
+__all__ = ["Allocators", "HostPages", "allocators"]
 
 HUGE = 2 << 20
 LEAST_MAPPING_NBYTES, MOST_MAPPING_NBYTES = 4 << 20, 8 << 20
@@ -66,18 +66,8 @@ class Allocators(NamedTuple):
     free: Callable[[int], None]
     allocate_write_combined: Callable[[int], int] | None
     """Write-combined memory; None: the backend has none."""
-    unlocked: Unlocked | None
-    """Memory that is locked later; None: all of it is there at once."""
-
-
-@final
-class Unlocked(NamedTuple):
-    """Memory that is mapped, and page-locked by somebody else. Both raise `AllocationError`; `free` is that of `Allocators`."""
-
-    map: Callable[[Sequence[int]], list[int]]
-    """Return the addresses of pieces of memory of these sizes, all or none. It is pageable, and its pages need not be there yet."""
-    lock: Callable[[int], None]
-    """Fetch all pages of the memory at this address, and lock them in place."""
+    unlocked: HostPages | None
+    """Where memory comes from that is locked later; None: all of it is there at once."""
 
 
 def allocators(backend: HostStager[Any]) -> Allocators:
@@ -88,7 +78,7 @@ def allocators(backend: HostStager[Any]) -> Allocators:
     if not (flags.pinned and flags.register):
         return Allocators(_allocator(backend, "alloc_pinned"), backend.free_pinned, allocate_write_combined, None)
     pages = HostPages(backend)
-    return Allocators(pages.allocate, pages.free, allocate_write_combined, Unlocked(pages.map, pages.lock))
+    return Allocators(pages.allocate, pages.free, allocate_write_combined, pages)
 
 
 def _allocator(backend: HostStager[Any], method: Literal["alloc_pinned", "alloc_write_combined"]) -> Callable[[int], int]:

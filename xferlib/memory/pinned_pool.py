@@ -31,7 +31,7 @@ from xferlib.ledger import Ledger, all_ledgers
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import LOCKER, lock_later, pause_after
-from xferlib.memory.pages import Unlocked
+from xferlib.memory.pages import HostPages
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import PinnedRow, Segment, Segments
 from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Table
@@ -75,7 +75,7 @@ class _Result(NamedTuple):
 class PinnedPool(Table):
     """Hands out pinned memory as NumPy arrays. Any thread. `allocate` and `free` are the backend's.
 
-    `unlocked`: memory that is locked later; None: nobody gets any that is not locked.
+    `unlocked`: where memory comes from that is locked later; None: nobody gets any that is not locked.
     Write-combined memory lies in segments of its own: only whoever asks for it gets it.
     """
 
@@ -87,7 +87,7 @@ class PinnedPool(Table):
         ledger: Ledger,
         limit: int,
         allocate_write_combined: Callable[[int], int] | None = None,
-        unlocked: Unlocked | None = None,
+        unlocked: HostPages | None = None,
         when_full: WhenFull = "wait",
     ) -> None:
         check_when_full(when_full)
