@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -20,7 +20,6 @@ __all__ = [
     "PLAIN",
     "SUFFIXES",
     "VALUES",
-    "FileLayout",
     "check_npy",
     "check_safetensors",
     "npy_header",
@@ -59,15 +58,6 @@ ENTRY = 2048
 """Bytes that JSON takes for an array beside its name, at most: NumPy has 64 dimensions at most, of 20 digits each."""
 
 
-@final
-class FileLayout(NamedTuple):
-    """How a file is to look."""
-
-    header: bytes
-    order: list[int]
-    """The arrays' numbers, in the order of the file: each begins where the one before ends."""
-
-
 def check_safetensors(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> None:
     """Raise `TypeError` for a dtype that the format lacks, `ValueError` for a name, and for more than a header may have.
 
@@ -86,8 +76,9 @@ def check_safetensors(names: Sequence[str], described: Sequence[Alike], metadata
         safetensors_layout(names, described, metadata)
 
 
-def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> FileLayout:
-    """Lay arrays out one behind the other. Raises `ValueError` where their names take more bytes than a header may have.
+def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """Lay arrays out one behind the other: return the file's header, and the arrays' numbers in the order of the file, where each
+    begins at the end of the one before. Raises `ValueError` where their names take more bytes than a header may have.
 
     The format: 8 bytes with the length of the JSON that follows, little-endian, the JSON, and the arrays without a gap, as
     https://github.com/huggingface/safetensors#format says. JSON may end with spaces.
@@ -114,7 +105,7 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     text += b" " * (-(8 + len(text)) % STEP)
     if len(text) > LARGEST_HEADER:
         raise ValueError(f"the names of {len(names)} arrays take {len(text)} bytes, more than a safetensors file may have for them")
-    return FileLayout(len(text).to_bytes(8, "little") + text, order)
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def _widest_first(described: Sequence[Alike]) -> list[int]:

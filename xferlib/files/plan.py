@@ -55,8 +55,8 @@ class Plan(NamedTuple):
         sizes = self.sizes
         match self.kind:
             case ".safetensors":
-                found = safetensors_layout(self.names, self.described, self.texts)
-                return Layout([found.header], found.order, sizes, [])
+                header, order = safetensors_layout(self.names, self.described, self.texts)
+                return Layout([header], order, sizes, [])
             case ".npy":
                 return Layout([npy_header(*self.described[0])], [0], sizes, [])
         members = [f"{name}.npy" for name in self.names]
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
 @final
 class Layout(NamedTuple):
-    """`headers`: what stands before the arrays: before all of them, or in an archive before each. `order`: see `FileLayout`."""
+    """`headers`: what stands before the arrays: before all of them, or in an archive before each. `order`: the arrays' numbers."""
 
     headers: list[bytes]
     order: list[int]
