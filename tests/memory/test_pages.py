@@ -20,7 +20,7 @@ import xferlib
 from tests import children
 from tests.mutants.laws.locking import LockingBackend
 from xferlib.memory import numa, pages
-from xferlib.memory.numa import node_near
+from xferlib.memory.numa import Near, node_near
 from xferlib.memory.pages import HUGE, LEAST_MAPPING_NBYTES, MOST_THREADS, HostPages
 from xferlib.memory.proc_maps import mappings
 
@@ -318,11 +318,11 @@ def test_the_system_s_refusal_is_an_allocation_error(backend: Locking, monkeypat
 
 def test_memory_is_touched_on_the_cpus_near_the_device(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
-    near = frozenset({max(before)})
+    near = Near(0, frozenset({max(before)}))
     asked: list[str | None] = []
     ran: list[set[int]] = []
 
-    def find(pci_bus_id: str | None) -> frozenset[int]:
+    def find(pci_bus_id: str | None) -> Near:
         asked.append(pci_bus_id)
         return near
 
@@ -330,14 +330,14 @@ def test_memory_is_touched_on_the_cpus_near_the_device(backend: Locking, monkeyp
         ran.append(os.sched_getaffinity(0))
         real(address, nbytes)
 
-    monkeypatch.setattr(pages, "cpus_near", find)
+    monkeypatch.setattr(pages, "node_near", find)
     monkeypatch.setattr(pages, "_fetch", fetch)
     backend.pci_bus_id = "0000:3B:00.0"
     host = HostPages(backend)
     for nbytes in (4096, 2 * LEAST_MAPPING_NBYTES):
         host.free(host.allocate(nbytes))
     assert asked == ["0000:3B:00.0"] * 2
-    assert ran == [near] * 3
+    assert ran == [near.cpus] * 3
     assert os.sched_getaffinity(0) == before
 
 
@@ -346,7 +346,7 @@ def test_where_no_thread_can_be_had_the_caller_touches(backend: Locking, monkeyp
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(pages, "ThreadPoolExecutor", refuse)
-    monkeypatch.setattr(pages, "cpus_near", lambda pci_bus_id: frozenset({0}))
+    monkeypatch.setattr(pages, "node_near", lambda pci_bus_id: Near(0, frozenset({0})))
     host = HostPages(backend)
     address = host.allocate(2 * HUGE)
     assert resident(address, 2 * HUGE) >= 2 * HUGE

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["DEVICES", "Near", "cpus_near", "node_near", "pci_name"]
+__all__ = ["DEVICES", "Near", "node_near", "pci_name"]
 
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
@@ -23,12 +23,6 @@ class Near(NamedTuple):
 
     node: int
     cpus: frozenset[int]
-
-
-def cpus_near(pci_bus_id: str | None) -> frozenset[int] | None:
-    """Return the CPUs on the node of a PCI device that this thread may run on; None: see `node_near`."""
-    near = node_near(pci_bus_id)
-    return near and near.cpus
 
 
 def node_near(pci_bus_id: str | None, *, devices: Path = DEVICES, nodes: Path = NODES) -> Near | None:

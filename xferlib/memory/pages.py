@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, final
 from xferlib.engine.native import library
 from xferlib.errors import AllocationError
 from xferlib.memory.limits import available_memory
-from xferlib.memory.numa import cpus_near
+from xferlib.memory.numa import node_near
 from xferlib.protocol import HostStager
 from xferlib.words import in_words
 
@@ -133,7 +133,8 @@ class HostPages:
         """
         nbytes = self._mapped[address]
         try:
-            _touch(address, nbytes, cpus_near(self._backend.pci_bus_id), threads)
+            near = node_near(self._backend.pci_bus_id)
+            _touch(address, nbytes, near and near.cpus, threads)
             self._backend.pin(address, nbytes)
         except self._failures as error:
             raise _refused(nbytes, error) from error
