@@ -170,6 +170,7 @@ class HostToDevice:
         # All in line: two calls fewer save a twentieth of the time.
         if array.dtype not in self._dtypes:
             self._host.check_dtype(array.dtype)
+        # None: the CPU has to copy the array first. 0: there is nothing to copy.
         address = self._address(array)
         nbytes = array.nbytes
         if address is None:
@@ -184,6 +185,7 @@ class HostToDevice:
                 self._backend.check_stream(stream)
             streams: Streams = {}
             block, target = self._blocks.lease(nbytes, streams)
+            # The pool keeps them with the block, and the transfer enters those that it is told of.
             to, note_stream = block.address, streams.__setitem__
         else:
             self._check_target(into, array)
