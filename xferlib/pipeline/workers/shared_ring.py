@@ -246,13 +246,10 @@ class SharedRing(Generic[TreeT_co]):
         self._pool.wakeup.wake()
         if self._pool.entered or collects():
             # This thread, or one that waits for it, is in the middle of a step. That must come to its end first.
-            close_later(self._close_beside)
+            close_later(partial(_start_beside, self.close))
             return
         with self._pool.lock:
             uninterrupted(self._holdings.close)
-
-    def _close_beside(self) -> None:
-        _start_beside(self.close)
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
