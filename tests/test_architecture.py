@@ -54,7 +54,7 @@ FLOORS = [
     {"xferlib.byte_reader"},
     {"xferlib.d2h", "xferlib.h2d", "xferlib.parts"},
     {"xferlib.stager"},
-    {f"xferlib.pipeline.{name}" for name in ("failed", "one_pass", "stacking", "unshared", "wakeup")},
+    {f"xferlib.pipeline.{name}" for name in ("failed", "one_pass", "stacking", "unshared")},
     {
         f"xferlib.pipeline{part}"
         for part in ("", ".memory_estimate", ".phase_timer", ".ends", ".report", ".output_writer", ".workers.layout")

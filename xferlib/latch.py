@@ -1,16 +1,18 @@
-"""A point that one thread reaches and others wait for. An interrupt leaves it whole. And what else threads owe each other:
+"""Waiting for another thread: for a change that it tells of, or for a point that it reaches. And what else threads owe each other:
 to give way, to take what has failed for over, and not to wait for copies on a thread that makes them.
 
 `threading.Event` and `threading.Condition` are written in Python: an interrupt (Ctrl-C) inside their `wait` or `set` may leave
-their lock held for ever, and hang whoever comes next. Here every change is one call of C or one assignment.
+their lock held for ever, and hang whoever comes next. Here nothing is held: an interrupt may come anywhere, and a finalizer may run
+anywhere in here and come back. Whoever waits looks again after every wake, so a wake too many does no harm.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from _thread import allocate_lock
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Final, final
 
 __all__ = ["WAIT_SECONDS", "Latch", "Turn", "give_way", "is_copy_thread", "is_over", "note_copy_thread"]
@@ -58,14 +60,16 @@ class Turn:
 
 @final
 class Latch:
-    """Shut until `open`, then open for good. Any thread may call any method."""
+    """Shut until `open`, then open for good. Any thread may call any method.
 
-    __slots__ = ("_lock", "_open")
+    For changes that come again and again, `wait_for` and `wake`: some threads tell of changes, and others wait for theirs.
+    """
+
+    __slots__ = ("_open", "_sleepers")
 
     def __init__(self) -> None:
-        self._lock = allocate_lock()
-        self._lock.acquire()
         self._open = False
+        self._sleepers: list[SimpleQueue[None]] = []
 
     def is_open(self) -> bool:
         """Tell whether `open` was called."""
@@ -74,26 +78,50 @@ class Latch:
     def open(self) -> None:
         """Let whoever waits now, or comes later, pass. Twice is fine."""
         self._open = True
-        try:
-            # Whoever waits takes it, and hands it on.
-            self._lock.release()
-        except RuntimeError:
-            # It is open already, or a thread that has passed will still hand it on.
-            return
+        if self._sleepers:
+            self.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block, without the GIL, until it is open, or for so many seconds. Returns whether it is open."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._open:
-            seconds = WAIT_SECONDS
-            if deadline is not None:
-                seconds = min(seconds, deadline - time.monotonic())
-                if seconds <= 0:
-                    return False
-            if self._lock.acquire(timeout=seconds):
-                # If this is interrupted here, those that still wait see the flag when they look again.
-                self._lock.release()
+        return self._open or self.wait_for(self.is_open, timeout)
+
+    def wait_for(self, reached: Callable[[], object], seconds: float | None = None) -> bool:
+        """Block, without the GIL, until `reached()` is true, or for so many seconds. Returns whether it is true.
+
+        It is called on the calling thread, each time that somebody calls `wake`, and now and then.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        sleeper: SimpleQueue[None] | None = None
+        while not reached():
+            left = WAIT_SECONDS if until is None else min(WAIT_SECONDS, until - time.monotonic())
+            if left <= 0:
+                if sleeper is not None:
+                    with suppress(ValueError):
+                        self._sleepers.remove(sleeper)
+                return False
+            if sleeper is None:
+                sleeper = SimpleQueue()
+                self._sleepers.append(sleeper)
+                # It may have changed before anybody could know of the sleeper.
+                continue
+            try:
+                sleeper.get(timeout=left)
+            except Empty:
+                continue
+            # Whoever woke it has taken it out, or is about to.
+            sleeper = None
         return True
+
+    def wake(self) -> None:
+        """Let all who wait look again. Called after the change. Never blocks."""
+        for sleeper in self._sleepers.copy():
+            # In this order an interrupt in between leaves one that is woken twice, and none that sleeps on.
+            sleeper.put(None)
+            try:
+                self._sleepers.remove(sleeper)
+            except ValueError:
+                # Another thread was faster.
+                continue
 
 
 class _Thread(threading.local):

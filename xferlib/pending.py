@@ -15,7 +15,7 @@ from typing import final
 from xferlib.engine.jobs import Job, next_id
 from xferlib.errors import XferError
 from xferlib.in_flight import meet
-from xferlib.latch import WAIT_SECONDS, Latch, is_copy_thread
+from xferlib.latch import Latch, is_copy_thread
 from xferlib.memory.arrays import Array
 from xferlib.protocol import Source
 
@@ -60,7 +60,7 @@ class Reading:
     Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_dropped", "_over", "closing", "device", "drop", "finds_later", "id", "maker", "threads")
+    __slots__ = ("_changed", "_dropped", "_over", "closing", "device", "drop", "finds_later", "id", "maker", "threads")
 
     holds = False
 
@@ -75,7 +75,8 @@ class Reading:
         """Threads of ours that read. Changed in single steps: finalizers ask."""
         self.closing: int | None = None
         """The thread that lets go of the arrays, since nothing more is read, and ends this then."""
-        self._over = Latch()
+        self._over = False
+        self._changed = Latch()
         self._dropped: SimpleQueue[None] = SimpleQueue()
         self.drop = self._dropped.put
         """What the ticket of whoever reads posts with: a finalizer written in Python could be cut by an interrupt."""
@@ -97,11 +98,12 @@ class Reading:
         # Behind the arrays: who waits for their memory looks for room next. Until then it goes on waiting.
         self.finds_later = True
         self.device = ()
-        self._over.open()
+        self._over = True
+        self._changed.wake()
 
     def reached(self) -> bool:
         """Tell whether it has ended, or nobody is left to read. Never blocks."""
-        return self._over.is_open() or not self._dropped.empty()
+        return self._over or not self._dropped.empty()
 
     def wait(self) -> None:
         """Block until it has ended. Raises `XferError` where that would be for good."""
@@ -115,9 +117,8 @@ class Reading:
                 "a finalizer would wait until arrays are read, on the thread that reads them: the garbage collector runs "
                 "finalizers on any thread. Put into arrays in ordinary code"
             )
-        # In slices: nobody opens it for one that was dropped.
-        while not self.reached():
-            self._over.wait(WAIT_SECONDS)
+        # Nobody tells of one that was dropped: that is seen at the next look.
+        self._changed.wait_for(self.reached)
 
 
 @final

@@ -165,7 +165,7 @@ def test_one_that_dies_in_a_cycle_lets_everybody_pass_and_keeps_no_array(stager:
 def test_who_waits_for_it_finds_room_as_soon_as_it_lets_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long its thread goes no further then."""
     waiting = threading.Event()
-    wait, opens = Reading.wait, Latch.open
+    wait, wake = Reading.wait, Latch.wake
 
     def noted(self: Reading) -> None:
         waiting.set()
@@ -173,17 +173,17 @@ def test_who_waits_for_it_finds_room_as_soon_as_it_lets_pass(monkeypatch: pytest
 
     with xferlib.stager("host", device_limit=1 << 20) as stager:
         reader = stager.reader(stager.put(np.ones(200_000, np.float32)).result())
-        latch = reader._reading._over
+        changed = reader._reading._changed
         monkeypatch.setattr(Reading, "wait", noted)
         putting = on_thread(lambda: stager.put(np.zeros(200_000, np.float32)).result())
         assert waiting.wait(30)
 
         def stops(self: Latch) -> None:
-            opens(self)
-            if self is latch:
+            wake(self)
+            if self is changed:
                 until(putting.done, 30)
 
-        monkeypatch.setattr(Latch, "open", stops)
+        monkeypatch.setattr(Latch, "wake", stops)
         reader.close()
         assert not putting.result(30).any()
 

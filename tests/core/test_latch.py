@@ -1,4 +1,4 @@
-"""Latches: who waits passes when they open, and no sooner than his time is over where they do not."""
+"""Latches and changes: who waits passes when they come, and no sooner than his time is over where they do not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.core.fakes import WATCHDOG, on_thread
+from tests.core.fakes import WATCHDOG, on_thread, until
 from xferlib import latch as latches
 from xferlib.latch import TURN_SECONDS, WAIT_SECONDS, Latch, Turn, is_copy_thread, is_over, note_copy_thread
 
@@ -36,6 +36,49 @@ def test_a_shut_one_is_waited_for_as_long_as_was_said() -> None:
         assert not latch.wait(seconds)
         assert time.monotonic() - began >= seconds
     assert not latch.wait(0)
+
+
+def test_a_change_between_the_look_and_the_sleep_is_not_missed() -> None:
+    changed = Latch()
+    looked: list[bool] = []
+
+    def reached() -> bool:
+        looked.append(True)
+        if len(looked) == 1:
+            # Another thread is faster.
+            changed.wake()
+            return False
+        return True
+
+    on_thread(lambda: changed.wait_for(reached)).result(WATCHDOG)
+
+
+def test_whoever_waits_for_so_long_is_told_whether_it_came() -> None:
+    changed = Latch()
+    assert not changed.wait_for(lambda: False, 0.001)
+    assert changed.wait_for(lambda: True, 0.001)
+    came: list[bool] = []
+    waiters = [on_thread(lambda: changed.wait_for(lambda: came, WATCHDOG)) for _ in range(3)]
+    assert until(lambda: len(changed._sleepers) >= 3)
+    came.append(True)
+    changed.wake()
+    assert all(waiter.result(WATCHDOG) for waiter in waiters)
+
+
+def test_a_change_that_nobody_tells_of_is_seen_all_the_same() -> None:
+    """As an interrupt between the two leaves it; and a signal that comes a moment before the sleep does not end that."""
+    changed = Latch()
+    came: list[bool] = []
+    waiting = on_thread(lambda: changed.wait_for(lambda: came))
+    assert until(lambda: bool(changed._sleepers))
+    came.append(True)
+    assert waiting.result(WATCHDOG)
+
+
+def test_whoever_has_waited_long_enough_leaves_nothing_behind() -> None:
+    changed = Latch()
+    assert not changed.wait_for(lambda: False, 1.5 * WAIT_SECONDS)
+    assert not changed._sleepers
 
 
 def test_what_one_thread_notes_of_itself_is_said_of_no_other() -> None:

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any, NamedTuple, final
 
 import xferlib
-from xferlib.latch import Latch
 
 __all__ = [
     "COUNT",
@@ -168,9 +167,7 @@ def held_locks() -> list[str]:
         found += [f"{module.__name__}.{name}" for name, value in list(vars(module).items()) if _is_held(value)]
     for thing in (*frozen, *of_the_library()):
         kind = type(thing)
-        # The lock of a latch is held while it is shut, and by whoever was interrupted as he passed, which it bears.
-        if kind is not Latch:
-            found += [f"{kind.__module__}.{kind.__qualname__}.{name}" for name, value in _attributes(thing) if _is_held(value)]
+        found += [f"{kind.__module__}.{kind.__qualname__}.{name}" for name, value in _attributes(thing) if _is_held(value)]
     return found
 
 

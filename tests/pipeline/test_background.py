@@ -18,7 +18,6 @@ from tests.pipeline.failing import Lost
 from tests.pipeline.steps import PATIENCE, PutBy, batch, thread_of, until
 from xferlib.pipeline import background, source_thread
 from xferlib.pipeline.phase_timer import PhaseTimer
-from xferlib.pipeline.wakeup import Wakeup
 
 
 def test_a_stager_that_closes_waits_for_a_put_that_a_dropped_iterator_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,30 +243,3 @@ def test_the_thread_keeps_no_item_while_the_source_makes_the_next() -> None:
     assert kept[0]() is None
     gate.set()
     items.close()
-
-
-def test_a_change_between_the_look_and_the_sleep_is_not_missed() -> None:
-    changed = Wakeup()
-    looked: list[bool] = []
-
-    def reached() -> bool:
-        looked.append(True)
-        if len(looked) == 1:
-            # Another thread is faster.
-            changed.wake()
-            return False
-        return True
-
-    on_thread(lambda: changed.wait(reached)).result(PATIENCE)
-
-
-def test_whoever_waits_for_so_long_is_told_whether_it_came() -> None:
-    changed = Wakeup()
-    assert not changed.wait(lambda: False, 0.001)
-    assert changed.wait(lambda: True, 0.001)
-    came: list[bool] = []
-    waiters = [on_thread(lambda: changed.wait(lambda: came, PATIENCE)) for _ in range(3)]
-    until(lambda: len(changed._sleepers) >= 3)
-    came.append(True)
-    changed.wake()
-    assert all(waiter.result(PATIENCE) for waiter in waiters)

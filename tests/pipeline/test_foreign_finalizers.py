@@ -19,7 +19,8 @@ from tests.core.fakes import on_thread
 from tests.pipeline.passes import PASSES, Pass
 from tests.pipeline.steps import PATIENCE
 
-PIPELINE = str(Path(xferlib.__file__).parent / "pipeline")
+CORE = Path(xferlib.__file__).parent
+FOLDERS = {CORE, CORE / "pipeline"}
 FILES = {
     "background.py",
     "source_thread.py",
@@ -27,7 +28,7 @@ FILES = {
     "drain.py",
     "drained.py",
     "stream.py",
-    "wakeup.py",
+    "latch.py",
     "failed.py",
     "report.py",
     "phase_timer.py",
@@ -55,7 +56,7 @@ def collected_at_every_line(act: Callable[[], object]) -> Iterator[list[str]]:
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         name = Path(frame.f_code.co_filename)
-        if str(name.parent) != PIPELINE or name.name not in FILES:
+        if name.parent not in FOLDERS or name.name not in FILES:
             return None
         if event == "line" and not getattr(inside, "acting", False):
             inside.acting = True
@@ -95,7 +96,7 @@ def test_finalizers_that_transfer_and_wait_run_anywhere_in_a_pipeline(
         run()
     # One that came up while another thread collected.
     gc.collect()
-    assert "wakeup.py" in seen
+    assert "latch.py" in seen
     assert len(finished) == len(seen)
 
 

@@ -68,7 +68,7 @@ class BackgroundIterator(Generic[T]):
         self._shared.thread = self._thread = threading.Thread(target=run, args=(self._shared,), name=name, daemon=True)
         live.add(self._shared)
         start_thread(self._thread, self._shared.refused)
-        self._shared.changed.wait(lambda: self._shared.running or self._shared.ended)
+        self._shared.changed.wait_for(lambda: self._shared.running or self._shared.ended)
 
     @property
     def clock(self) -> PhaseTimer:
@@ -109,7 +109,7 @@ class BackgroundIterator(Generic[T]):
         """Block until the source has given its first item, or has ended. Raises `XferError` as `take`."""
         shared = self._shared
         if not (shared.begun or shared.ended):
-            came = shared.changed.wait(lambda: shared.begun or shared.ended or shared.closed or shared.forked, self._patience())
+            came = shared.changed.wait_for(lambda: shared.begun or shared.ended or shared.closed or shared.forked, self._patience())
             self._refuse_finalizers(came)
 
     def take(self) -> T:
@@ -143,7 +143,7 @@ class BackgroundIterator(Generic[T]):
         """Return when no item is being started. The next one is started when somebody waits for it in `take`."""
         shared = self._shared
         shared.paused = True
-        shared.changed.wait(lambda: not shared.starting or shared.forked)
+        shared.changed.wait_for(lambda: not shared.starting or shared.forked)
 
     def close(self) -> None:
         """End the thread and drop what was started and not taken. Twice is fine; any thread.
@@ -193,7 +193,7 @@ class BackgroundIterator(Generic[T]):
         if mine or shared.forked:
             return True
         # Not by `Thread.join` alone: after an interrupt there, a thread that still runs is taken for ended.
-        if not shared.changed.wait(lambda: shared.ended, CLOSE_SECONDS):
+        if not shared.changed.wait_for(lambda: shared.ended, CLOSE_SECONDS):
             return False
         if shared.running:
             self._thread.join(CLOSE_SECONDS)

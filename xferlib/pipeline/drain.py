@@ -18,11 +18,11 @@ from typing import Any, Generic, NoReturn, final
 from xferlib.checks import uncopied, whole_number
 from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
+from xferlib.latch import Latch
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.one_pass import steps
 from xferlib.pipeline.output_writer import OutputWriter
-from xferlib.pipeline.wakeup import Wakeup
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
 from xferlib.tree import trees_of
@@ -66,7 +66,7 @@ class Drain(Generic[TreeT_co]):
         self._length: int | None = None
         self._stager = stager
         self._writer = None if out is None else OutputWriter(out, trees_of(stager.backend))
-        self._changed = Wakeup()
+        self._changed = Latch()
         # Reentrant: a finalizer may take while its thread is in here.
         self._taking = threading.RLock()
         self._pending: deque[Transfer[TreeT_co] | Failed] = deque()
@@ -242,7 +242,7 @@ class Drain(Generic[TreeT_co]):
                 return self._pending[0]
             if ended:
                 raise StopIteration
-            self._changed.wait(lambda: self._pending or self._ended or self._closed)
+            self._changed.wait_for(lambda: self._pending or self._ended or self._closed)
 
     def _take_out(self, transfer: Transfer | Failed) -> bool:
         """Take the oldest out of the queue. Returns False if it is there no more: closed, or taken by a finalizer."""
@@ -269,7 +269,7 @@ class Drain(Generic[TreeT_co]):
     def _wait_for_taker(self) -> bool:
         """Wait until fewer than `depth` results are not taken. Returns False where nobody takes, or only this thread."""
         mine = threading.get_ident()
-        self._changed.wait(lambda: self._closed or len(self._pending) < self.depth or not self._asked or self._taker == mine)
+        self._changed.wait_for(lambda: self._closed or len(self._pending) < self.depth or not self._asked or self._taker == mine)
         self._check_open()
         return len(self._pending) < self.depth
 

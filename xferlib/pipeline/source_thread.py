@@ -17,10 +17,10 @@ from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from xferlib.forks import forget_in_child
+from xferlib.latch import Latch
 from xferlib.parts import before_closing
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
-from xferlib.pipeline.wakeup import Wakeup
 from xferlib.tickets import Alive
 from xferlib.tracing.log import LOG
 
@@ -63,7 +63,7 @@ class SourceThread(Generic[T]):
         self.items: deque[T | Failed] = deque()
         self.inbox: SimpleQueue[object] = SimpleQueue()
         """Wakes the thread."""
-        self.changed = Wakeup()
+        self.changed = Latch()
         """Wakes takers."""
         self.takers: dict[object, None] = {}
         """One for each that waits."""
@@ -104,7 +104,7 @@ class SourceThread(Generic[T]):
                 # Otherwise the thread waits for no taker, and a wake costs both of them the interpreter. It looks for takers after
                 # it was paused.
                 self.inbox.put(None)
-            return self.changed.wait(self.may_take, seconds)
+            return self.changed.wait_for(self.may_take, seconds)
         finally:
             self.takers.pop(taker, None)
 
@@ -246,7 +246,7 @@ def _wait_for_dropped() -> None:
     for shared in live:
         if shared.stopping and threading.current_thread() is not shared.thread:
             # Bounded, because the start may be waiting for whoever closes.
-            shared.changed.wait(lambda shared=shared: not shared.starting or shared.forked, LET_GO_SECONDS)  # type: ignore[misc]
+            shared.changed.wait_for(lambda shared=shared: not shared.starting or shared.forked, LET_GO_SECONDS)  # type: ignore[misc]
 
 
 def _stop_all() -> None:

@@ -250,7 +250,11 @@ AREAS = {
                 ),
             ),
             "/handles.py": core("handles"),
-            "/latch.py": (*core("latch", "in_flight", "ledger", "transfer", "reaper", "stager_lifetime"), "tests/host"),
+            "/latch.py": (
+                *core("latch", "in_flight", "ledger", "transfer", "reaper", "stager_lifetime"),
+                *pipeline("background", "prefetch", "stream", "one_pass*"),
+                "tests/host",
+            ),
             "/forks.py": (*core("stager_lifetime", "reaper", "transfer"), "tests/memory/test_mapped.py"),
             "/callers.py": core("stager_lifetime"),
             "/debug.py": ("tests/test_debug.py",),
@@ -301,7 +305,7 @@ AREAS = {
         {
             "/ring.py": pipeline("ring", "ring_*", "released_slots", "prefetch", "closing_meanwhile", "sources_and_bills"),
             **dict.fromkeys(
-                ("/background.py", "/source_thread.py", "/wakeup.py"),
+                ("/background.py", "/source_thread.py"),
                 pipeline(
                     "background", "prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"
                 ),
