@@ -87,6 +87,7 @@ class DeviceToHost:
         self._staging = staging
         self._ledger = ledger
         self._d2h = ledger.d2h
+        self._jobs = ledger.jobs
         self._table = ledger.d2h.table
         self._as_sources = getattr(backend, "as_sources", None)
         self._places = getattr(backend, "places", None)
@@ -111,12 +112,12 @@ class DeviceToHost:
         if results is None:
             results = self._last = _ResultLayout(self._checked(leaves, spec, given))
         addresses = None if given is None else [self._host.address(array) for array in given]
-        behind = given is None and self._staging.is_issuing()
+        behind = given is None and self._jobs.is_issuing()
         if behind or (addresses is not None and None in addresses):
             sources, after = self._placed(leaves, spec, stream, direct=addresses is not None and any(addresses))
         else:
             # If the stream waited for these arrays now, it would hold up the copies that earlier gets still have to start.
-            self._staging.wait_issued()
+            self._jobs.wait_issued()
             sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
         if addresses is not None and not any(addresses) and None in addresses:
             assert given is not None
@@ -259,10 +260,10 @@ class DeviceToHost:
         address = None if out is None else self._host.address(out)
         if out is not None and address is None:
             return self._one_to_pageable(array, out, stream)
-        if (out is not None and not address) or (out is None and self._staging.is_issuing()):
+        if (out is not None and not address) or (out is None and self._jobs.is_issuing()):
             return None
         # In the order of `start`.
-        self._staging.wait_issued()
+        self._jobs.wait_issued()
         try:
             source = self._backend.as_source(array, stream)
         except (TypeError, ValueError) as error:
@@ -337,7 +338,7 @@ class DeviceToHost:
         after = self._backend.mark(stream)
         if direct:
             # Some arrays are copied at once, without the engine.
-            self._staging.wait_issued()
+            self._jobs.wait_issued()
             if after is not None:
                 self._backend.order_d2h(after)
         return sources, after
@@ -400,7 +401,7 @@ class DeviceToHost:
         addresses = [self._host.locked_address(array) for _, array in pageable]
         if None in addresses:
             return False
-        self._staging.wait_issued()
+        self._jobs.wait_issued()
         if after is not None:
             self._backend.order_d2h(after)
         for address, (source, array) in zip(addresses, pageable, strict=True):

@@ -375,7 +375,7 @@ class HostToDevice:
         If those belong to a stager of another backend or device, the host waits for them: no stream of this one could.
         """
         for ledger in all_ledgers():
-            ledger.wait_issued(place)
+            ledger.jobs.wait_issued(place)
             for job in list(ledger.jobs.d2h.values()):
                 if any(uses(source, place) for source in job.device):
                     self._order_after(job.event, ledger, job)

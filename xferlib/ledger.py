@@ -40,8 +40,6 @@ class Ledger:
         self.views = Views(backend)
         self.backend_device = (backend.name, backend.device)
         """Stagers for which this is equal can have their streams wait for each other's events."""
-        self.wait_issued: Callable[[Source], None] = lambda target: None
-        """Blocks until the copies that read this memory, and are not started yet, are started."""
         _open[id(self)] = self
 
     @property

@@ -13,8 +13,9 @@ from queue import SimpleQueue
 from typing import final
 
 from xferlib.engine.jobs import Job, next_id
+from xferlib.engine.native import ISSUED
 from xferlib.errors import XferError
-from xferlib.in_flight import meet
+from xferlib.in_flight import meet, uses
 from xferlib.latch import Latch, is_copy_thread
 from xferlib.memory.arrays import Array
 from xferlib.protocol import Source
@@ -193,6 +194,29 @@ class Jobs:
                 self.readings.pop(work.id, None)
                 return True
         return False
+
+    def wait_issued(self, target: Source | None = None) -> None:
+        """Block until earlier gets have started all their copies. `target`: only those gets that read it; None: all gets.
+
+        Their copies would wait for whatever enters the stream before them. Raises `XferError` on a thread that copies wait for, if
+        `target` would otherwise be overwritten too early.
+        """
+        me = threading.get_ident()
+        for job in list(self.d2h.values()):
+            if target is not None and not any(uses(source, target) for source in job.device):
+                continue
+            # If this thread is starting it, this is a finalizer, and the job can only wait for that.
+            if not is_copy_thread() and job.owner != me:
+                job.wait_for(ISSUED)
+            elif target is not None and not job.has_come(ISSUED):
+                raise XferError(
+                    "a finalizer would overwrite an array that a get still reads, and cannot wait on a thread that makes the "
+                    "copies or starts them: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
+                )
+
+    def is_issuing(self) -> bool:
+        """Tell whether earlier gets still have copies to start, and a later get may queue with them rather than wait for them."""
+        return bool(self.d2h) and not is_copy_thread() and not all(job.has_come(ISSUED) for job in list(self.d2h.values()))
 
     @property
     def reads_here(self) -> bool:

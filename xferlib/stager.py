@@ -134,7 +134,7 @@ class Stager:
             device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
             parts.blocks = self._blocks = DevicePool(backend, ledger, device_limit)
             parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
-            pool.release, ledger.wait_issued = staged.release, staged.wait_issued
+            pool.release = staged.release
             parts.pins = self._pins = Pins(backend, ledger, pool)
             host = HostMemory(backend, pool)
             self._host = host

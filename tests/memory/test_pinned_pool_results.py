@@ -847,7 +847,7 @@ def test_a_get_behind_one_that_still_has_copies_to_start_waits_for_none_of_them(
         with hooks.hold_copies(backend) as hold:
             first = stager.get(large_there)
             # More than there are chunks, and nothing goes on.
-            assert stager._staging.is_issuing()
+            assert stager._ledger.jobs.is_issuing()
             trees: Tree = [there, [there, there[:0]], {"x": there}]
             after: Tree = [on_thread(partial(stager.get, tree)).result(WATCHDOG) for tree in trees]
             assert not any(transfer.done() for transfer in after)

@@ -19,7 +19,6 @@ from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane, Pieces, start_threads, usual_threads
 from xferlib.engine.native import D2H, FINISHED, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
-from xferlib.in_flight import uses
 from xferlib.latch import is_copy_thread
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
@@ -240,30 +239,6 @@ class Staging:
         nbytes = sum([array.nbytes for _, array in transfers])
         self._ledger.d2h.nbytes += nbytes
         return True
-
-    def wait_issued(self, target: Source | None = None) -> None:
-        """Block until earlier gets have started all their copies. `target`: only those gets that read it; None: all gets.
-
-        Their copies would wait for whatever enters the stream before them. Raises `XferError` on a thread that copies wait for, if
-        `target` would otherwise be overwritten too early.
-        """
-        me = threading.get_ident()
-        for job in list(self._lanes[D2H].jobs.values()):
-            if target is not None and not any(uses(source, target) for source in job.device):
-                continue
-            # If this thread is starting it, this is a finalizer, and the job can only wait for that.
-            if not is_copy_thread() and job.owner != me:
-                job.wait_for(ISSUED)
-            elif target is not None and not job.has_come(ISSUED):
-                raise XferError(
-                    "a finalizer would overwrite an array that a get still reads, and cannot wait on a thread that makes the "
-                    "copies or starts them: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
-                )
-
-    def is_issuing(self) -> bool:
-        """Tell whether earlier gets still have copies to start, and a later get may queue with them rather than wait for them."""
-        jobs = self._lanes[D2H].jobs
-        return bool(jobs) and not is_copy_thread() and not all(job.has_come(ISSUED) for job in list(jobs.values()))
 
     def release(self) -> bool:
         """Give idle chunks back to the pool, and tell whether there were any. Waits for no copy."""

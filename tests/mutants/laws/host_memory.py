@@ -108,7 +108,7 @@ class OverwritesAtOnce(BrokenBackend):
 @broken_core(f"{INTO_WAITS}[the same stager-get_pageable_out]", f"{INTO_WAITS}[another stager-get_pageable_out]", hooks=Host)
 def overlooks_what_is_not_enqueued(patch: pytest.MonkeyPatch) -> None:
     """The core looks for those who read an array among the copies that are enqueued, and not among those that will be."""
-    patch.setattr(Staging, "wait_issued", lambda staging, *what: None)
+    patch.setattr(Jobs, "wait_issued", lambda jobs, *what: None)
     patch.setattr("xferlib.h2d.uses", lambda *what: False)
 
 

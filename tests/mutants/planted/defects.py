@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "into does not wait for a get of another stager's",
         "xferlib/h2d.py",
-        "        for ledger in all_ledgers():\n            ledger.wait_issued",
-        "        for ledger in (self._ledger,):\n            ledger.wait_issued",
+        "        for ledger in all_ledgers():\n            ledger.jobs.wait_issued",
+        "        for ledger in (self._ledger,):\n            ledger.jobs.wait_issued",
     ),
     Mutant(
         "a slot is handed out while another stager reads it",
