@@ -92,25 +92,28 @@ class Latch:
         """
         until = None if seconds is None else time.monotonic() + seconds
         sleeper: SimpleQueue[None] | None = None
-        while not reached():
-            left = WAIT_SECONDS if until is None else min(WAIT_SECONDS, until - time.monotonic())
-            if left <= 0:
-                if sleeper is not None:
-                    with suppress(ValueError):
-                        self._sleepers.remove(sleeper)
-                return False
-            if sleeper is None:
-                sleeper = SimpleQueue()
-                self._sleepers.append(sleeper)
-                # It may have changed before anybody could know of the sleeper.
-                continue
-            try:
-                sleeper.get(timeout=left)
-            except Empty:
-                continue
-            # Whoever woke it has taken it out, or is about to.
-            sleeper = None
-        return True
+        try:
+            while not reached():
+                left = WAIT_SECONDS if until is None else min(WAIT_SECONDS, until - time.monotonic())
+                if left <= 0:
+                    return False
+                if sleeper is None:
+                    sleeper = SimpleQueue()
+                    self._sleepers.append(sleeper)
+                    # It may have changed before anybody could know of the sleeper.
+                    continue
+                try:
+                    sleeper.get(timeout=left)
+                except Empty:
+                    continue
+                # Whoever woke it has taken it out, or is about to.
+                sleeper = None
+            return True
+        finally:
+            # Perhaps nobody ever wakes those that wait here, and they are interrupted again and again.
+            if sleeper is not None:
+                with suppress(ValueError):
+                    self._sleepers.remove(sleeper)
 
     def wake(self) -> None:
         """Let all who wait look again. Called after the change. Never blocks."""

@@ -81,6 +81,29 @@ def test_whoever_has_waited_long_enough_leaves_nothing_behind() -> None:
     assert not changed._sleepers
 
 
+def test_whoever_is_interrupted_as_it_waits_leaves_nothing_behind() -> None:
+    """Nobody may ever wake who waits there, and a program may be interrupted as often as it likes."""
+    changed = Latch()
+    looked: list[bool] = []
+
+    def interrupted() -> bool:
+        looked.append(True)
+        if len(looked) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        changed.wait_for(interrupted)
+    assert not changed._sleepers
+
+
+def test_whoever_finds_the_change_before_it_sleeps_leaves_nothing_behind() -> None:
+    changed = Latch()
+    looks = iter([False, True])
+    assert changed.wait_for(lambda: next(looks))
+    assert not changed._sleepers
+
+
 def test_what_one_thread_notes_of_itself_is_said_of_no_other() -> None:
     def noted() -> bool:
         note_copy_thread()
