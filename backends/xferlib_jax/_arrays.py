@@ -69,6 +69,7 @@ CODES: Final[dict[np.dtype[Any], tuple[int, int]]] = {
 """DLPack's code and bits for every dtype of JAX whose items are whole bytes."""
 NARROWED: Final = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("i8", "i4"), ("u8", "u4"), ("f8", "f4"), ("c16", "c8"))}
 """What JAX makes of 64-bit types unless these are turned on."""
+DELETED: Final = "the array was deleted, by its delete() or by donating it to a function. Get it before, or get what that returned"
 MOST_SHARDINGS = 64
 """How many shardings a stager remembers as being of its device."""
 SUB_BYTE: Final = {
@@ -165,9 +166,7 @@ class ArrayCheck:
             _check_class(array)
             self._classes.add(type(array))
         if array.is_deleted():
-            raise ValueError(
-                "the array was deleted, by its delete() or by donating it to a function. Get it before, or get what that returned"
-            )
+            raise ValueError(DELETED)
         sharding = array.sharding
         if self._shardings.get(id(sharding)) is not sharding:
             replicated = len(sharding.device_set) > 1 and sharding.is_fully_replicated and self._device in sharding.device_set
@@ -178,7 +177,7 @@ class ArrayCheck:
                     f"the array is in host memory ({sharding.memory_kind}) already. Look at it with numpy.asarray(array)"
                 )
             if replicated:
-                return next(shard.data for shard in array.addressable_shards if shard.device == self._device)
+                return _copy_on(self._device, array)
             if len(self._shardings) >= MOST_SHARDINGS:
                 self._shardings.clear()
             self._shardings[id(sharding)] = sharding
@@ -199,6 +198,20 @@ class ArrayCheck:
         if any(sharding.device_set != self._devices for sharding in shardings):
             return False
         return not self._refused_kinds or all(sharding.memory_kind not in self._refused_kinds for sharding in shardings)
+
+
+def _copy_on(device: Any, array: JaxArray) -> JaxArray:
+    """Return the copy of a replicated array on one of its devices. Raises `ValueError` if another thread has just deleted it."""
+    found = []
+    try:
+        found = [shard.data for shard in array.addressable_shards if shard.device == device]
+    except RuntimeError:
+        if not array.is_deleted():
+            raise
+    # JAX may also say that there are none.
+    if not found:
+        raise ValueError(DELETED)
+    return found[0]
 
 
 def _check_class(array: object) -> None:

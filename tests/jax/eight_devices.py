@@ -128,6 +128,25 @@ def test_a_stager_gets_the_copy_on_its_own_device_of_what_is_replicated(stagers:
         stagers[0].get(array)
 
 
+@pytest.mark.parametrize("shards", [[], None], ids=["none", "refused"])
+def test_what_is_replicated_may_be_deleted_by_another_thread_as_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, stagers: tuple[Stager, ...], shards: list[Any] | None
+) -> None:
+    """JAX says then that it has no shards, or refuses to say: no loop is to end by that, or to raise what no user would expect."""
+    array = told_apart((3,), over())
+    whole = type(array).addressable_shards
+
+    def looked_at(self: Any) -> Any:
+        if self is not array:
+            return whole.fget(self)
+        self.delete()
+        return whole.fget(self) if shards is None else shards
+
+    monkeypatch.setattr(type(array), "addressable_shards", property(looked_at))
+    with pytest.raises(ValueError, match="was deleted"):
+        stagers[3].get(array)
+
+
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_what_is_replicated_is_saved_from_the_stagers_device(stagers: tuple[Stager, ...], tmp_path: Path, snapshot: bool) -> None:
     state = {f"{number}": told_apart((number + 1, 7), over()) for number in range(3)}
