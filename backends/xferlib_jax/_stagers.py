@@ -234,14 +234,14 @@ class _Shared:
     def _let_go_of_kept(self, gone: Callable[[Device], bool]) -> None:
         """Keep the stagers on some devices no longer, and close those of them that are in no row."""
         with self._lock:
-            found = dict(filter(lambda entry: gone(entry[0]), list(self._kept.items())))
+            found = dict(filter(lambda entry: gone(entry[0]), self._kept.copy().items()))
             left = self._leave(self._unused(found.values()))
             self._forget(found)
         self._close(left)
 
     def _kept_of(self, row: _Row) -> dict[Device, xferlib.Stager]:
         """Return those of a row that are kept. With the lock."""
-        return {device: stager for device, stager in list(row.stagers.items()) if self._kept.get(device) is stager}
+        return {device: stager for device, stager in row.stagers.copy().items() if self._kept.get(device) is stager}
 
     def _forget(self, found: Mapping[Device, xferlib.Stager]) -> None:
         """Keep these no longer. With the lock, but a finalizer on this thread may have come before."""
@@ -251,7 +251,7 @@ class _Shared:
 
     def _unused(self, stagers: Iterable[xferlib.Stager], *, but: int | None = None) -> list[xferlib.Stager]:
         """Return those that are in no row but this one. With the lock."""
-        rows = [row for number, row in list(self._rows.items()) if number != but]
+        rows = [row for number, row in self._rows.copy().items() if number != but]
         used = {id(stager) for row in rows for stager in list(row.stagers.values())}
         return [stager for stager in stagers if id(stager) not in used]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from xferlib_host import Stream
 from xferlib_host.conformance import Gate
 from xferlib_host.conformance import TestHost as Host
 
+from tests.core.garbage import Garbage
 from xferlib.conformance import cuda
 from xferlib.conformance.base import REQUIRE, ThreadedCalls
 from xferlib.conformance.moves import prepare
@@ -307,3 +309,20 @@ def test_a_record_names_what_is_left_and_what_was_given_back_twice() -> None:
         assert memory.left == {}
         assert len(memory.wrong) == 1
         assert "perhaps it was given back twice" in memory.wrong[0]
+
+
+def test_a_record_is_read_while_finalizers_take_and_give_back() -> None:
+    """On Python 3.11 the collector may run between any two objects that a list of pairs is made of."""
+    memory = RecordingBackend(Host().open())
+    for number in range(2000):
+        memory._take("device", number, 1)
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(50)
+        for number in range(2000, 2020):
+            Garbage(lambda: memory._take("device", number, 1), [])  # noqa: B023  # Called in this turn, or in a later one: any will do.
+            assert memory._block_at(number - 1) in (number - 1, None)
+            assert memory._block_at(7) == 7
+    finally:
+        gc.set_threshold(*threshold)
+        memory.close()

@@ -93,7 +93,9 @@ class RecordingBackend:
         self.closed = True
 
     def _block_at(self, address: int) -> int | None:
-        return next((start for start, nbytes in list(self._had["device"].items()) if start <= address < start + nbytes), None)
+        # Not a list of the items: Python 3.11 may collect garbage between two of them, and finalizers give back here.
+        blocks = self._had["device"].copy()
+        return next((start for start, nbytes in blocks.items() if start <= address < start + nbytes), None)
 
     def _take(self, kind: str, address: int, nbytes: int) -> None:
         self._had[kind][address] = nbytes

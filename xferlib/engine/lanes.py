@@ -205,7 +205,7 @@ class Lane:
                     job.wait_for(FINISHED)
         with self._releasing:
             found = self._settle()
-            for number, block in list(self._blocks.items()):
+            for number, block in self._blocks.copy().items():
                 # From here on no job counts on it. Whatever cuts this short, it is kept until the engine no longer has it.
                 self._leaving[number] = block
                 self._blocks.pop(number, None)
@@ -219,14 +219,14 @@ class Lane:
             self._settle()
 
     def _note_lost(self) -> None:
-        for number, block in list(self._blocks.items()):
+        for number, block in self._blocks.copy().items():
             if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, 0, None) == BUSY:
                 self._leaving[number] = block
                 self._blocks.pop(number, None)
 
     def _settle(self) -> bool:
         found = False
-        for number, block in list(self._leaving.items()):
+        for number, block in self._leaving.copy().items():
             status = quick().xe_take_chunk(self._number, number)
             if status == NOT_YET:
                 self._blocks[number] = block

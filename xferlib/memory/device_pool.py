@@ -90,7 +90,7 @@ class DevicePool(Table):
         if self._known[0] is not left:
             nbytes = sum([row.nbytes for row in list(self._rows.values())])
             self._known = left, nbytes
-        return nbytes + sum([growth.nbytes for number, growth in list(self._growing.items()) if number not in self._rows])
+        return nbytes + sum([growth.nbytes for number, growth in self._growing.copy().items() if number not in self._rows])
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
         """Lease a block of at least `nbytes` that copies started from now on may write. Raises `AllocationError`."""

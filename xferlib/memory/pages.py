@@ -116,7 +116,7 @@ class HostPages:
         """Return the addresses of new memory, likewise, which is pageable until `lock`: all or none. Raises `AllocationError`."""
         total = sum(sizes)
         # Some pages of memory that is not locked yet may not be there yet, and still look available.
-        taken = sum([nbytes for address, nbytes in list(self._mapped.items()) if address not in self._locked])
+        taken = sum([nbytes for address, nbytes in self._mapped.copy().items() if address not in self._locked])
         _check_available(total, taken)
         try:
             addresses = _map(sizes)

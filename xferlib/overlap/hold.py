@@ -158,11 +158,11 @@ class LoopHold:
 
     def _ask_on(self) -> None:
         while not self._over:
-            for serial, (event, call) in list(self._marks.items()):
+            for serial, (event, call) in self._marks.copy().items():
                 if self._is_reached(event):
                     call.done = True
                     self._marks.pop(serial, None)
-            for key, event in list(self._steps.items()):
+            for key, event in self._steps.copy().items():
                 # Recorded again between the two, it would stand for more launches than were asked about.
                 with self._marking:
                     if key not in self._reached and self._is_reached(event):

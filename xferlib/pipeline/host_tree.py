@@ -117,7 +117,7 @@ class HostTree:
         end, number = transfer.end, next(self._numbers)
         for name in wanted:
             fetches = self._fetches[name]
-            for earlier in [earlier for earlier, other in list(fetches.items()) if is_over(other.done, TransferError)]:
+            for earlier in [earlier for earlier, other in fetches.copy().items() if is_over(other.done, TransferError)]:
                 fetches.pop(earlier, None)
             fetches[number] = end
         return transfer
