@@ -11,9 +11,17 @@ from xferlib import latch as latches
 from xferlib.latch import TURN_SECONDS, WAIT_SECONDS, Latch, Turn, is_copy_thread, is_over, note_copy_thread
 
 
+@pytest.fixture
+def is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits does not look by himself, which would hide that nobody wakes him."""
+    monkeypatch.setattr(latches, "WAIT_SECONDS", 10 * WATCHDOG)
+
+
+@pytest.mark.usefixtures("is_told")
 def test_all_who_wait_pass_when_it_opens() -> None:
     latch = Latch()
-    waiting = [on_thread(latch.wait) for _ in range(3)] + [on_thread(lambda: latch.wait(WATCHDOG)) for _ in range(3)]
+    waiting = [on_thread(latch.wait) for _ in range(3)] + [on_thread(lambda: latch.wait(9 * WATCHDOG)) for _ in range(3)]
+    assert until(lambda: len(latch._sleepers) == 6)
     assert not latch.is_open()
     latch.open()
     assert latch.is_open()
@@ -38,6 +46,23 @@ def test_a_shut_one_is_waited_for_as_long_as_was_said() -> None:
     assert not latch.wait(0)
 
 
+@pytest.mark.usefixtures("is_told")
+def test_who_is_woken_by_another_change_is_woken_again_by_his() -> None:
+    changed = Latch()
+    looks: list[bool] = []
+    came: list[bool] = []
+    waiting = on_thread(lambda: changed.wait_for(lambda: looks.append(True) or came))  # type: ignore[func-returns-value]
+    for _ in range(3):
+        assert until(lambda: bool(changed._sleepers))
+        before = len(looks)
+        changed.wake()
+        assert until(lambda: len(looks) >= before + 2)  # noqa: B023  # Called in this turn alone.
+    came.append(True)
+    changed.wake()
+    assert waiting.result(WATCHDOG)
+
+
+@pytest.mark.usefixtures("is_told")
 def test_a_change_between_the_look_and_the_sleep_is_not_missed() -> None:
     changed = Latch()
     looked: list[bool] = []
@@ -53,12 +78,13 @@ def test_a_change_between_the_look_and_the_sleep_is_not_missed() -> None:
     on_thread(lambda: changed.wait_for(reached)).result(WATCHDOG)
 
 
+@pytest.mark.usefixtures("is_told")
 def test_whoever_waits_for_so_long_is_told_whether_it_came() -> None:
     changed = Latch()
     assert not changed.wait_for(lambda: False, 0.001)
     assert changed.wait_for(lambda: True, 0.001)
     came: list[bool] = []
-    waiters = [on_thread(lambda: changed.wait_for(lambda: came, WATCHDOG)) for _ in range(3)]
+    waiters = [on_thread(lambda: changed.wait_for(lambda: came, 9 * WATCHDOG)) for _ in range(3)]
     assert until(lambda: len(changed._sleepers) >= 3)
     came.append(True)
     changed.wake()

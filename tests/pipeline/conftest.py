@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from xferlib import latch
+
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
@@ -16,3 +18,9 @@ def nothing_left() -> Iterator[None]:
         if thread.name.startswith("xferlib-prefetch"):
             thread.join(10)
             assert not thread.is_alive(), thread.name
+
+
+@pytest.fixture(autouse=True)
+def is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a change does not look by himself, which would hide that nobody wakes him."""
+    monkeypatch.setattr(latch, "WAIT_SECONDS", 600.0)
