@@ -16,7 +16,7 @@ from xferlib.engine.jobs import Job, next_id
 from xferlib.engine.native import ISSUED
 from xferlib.errors import XferError
 from xferlib.in_flight import meet, uses
-from xferlib.latch import Latch, is_copy_thread
+from xferlib.latch import WAIT_SECONDS, Latch, is_copy_thread
 from xferlib.memory.arrays import Array
 from xferlib.protocol import Source
 
@@ -118,8 +118,9 @@ class Reading:
                 "a finalizer would wait until arrays are read, on the thread that reads them: the garbage collector runs "
                 "finalizers on any thread. Put into arrays in ordinary code"
             )
-        # Nobody tells of one that was dropped: that is seen at the next look.
-        self._changed.wait_for(self.reached)
+        # In slices: nobody tells of one that was dropped.
+        while not self._changed.wait_for(self.reached, WAIT_SECONDS):
+            pass
 
 
 @final

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.pipeline.steps import PATIENCE
 from xferlib import latch
 
 
@@ -23,4 +24,4 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a change does not look by himself, which would hide that nobody wakes him."""
-    monkeypatch.setattr(latch, "WAIT_SECONDS", 600.0)
+    monkeypatch.setattr(latch, "WAIT_SECONDS", 6 * PATIENCE)
