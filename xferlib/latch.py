@@ -90,30 +90,30 @@ class Latch:
 
         It is called on the calling thread, each time that somebody calls `wake`, and now and then.
         """
-        until = None if seconds is None else time.monotonic() + seconds
-        sleeper: SimpleQueue[None] | None = None
-        try:
-            while not reached():
-                left = WAIT_SECONDS if until is None else min(WAIT_SECONDS, until - time.monotonic())
-                if left <= 0:
-                    return False
-                if sleeper is None:
-                    sleeper = SimpleQueue()
-                    self._sleepers.append(sleeper)
-                    # It may have changed before anybody could know of the sleeper.
-                    continue
-                try:
-                    sleeper.get(timeout=left)
-                except Empty:
-                    continue
-                # Whoever woke it has taken it out, or is about to.
-                sleeper = None
+        if reached():
             return True
+        sleeper: SimpleQueue[None] = SimpleQueue()
+        try:
+            return self._sleep(sleeper, reached, None if seconds is None else time.monotonic() + seconds)
         finally:
             # Perhaps nobody ever wakes those that wait here, and they are interrupted again and again.
-            if sleeper is not None:
-                with suppress(ValueError):
-                    self._sleepers.remove(sleeper)
+            with suppress(ValueError):
+                self._sleepers.remove(sleeper)
+
+    def _sleep(self, sleeper: SimpleQueue[None], reached: Callable[[], object], until: float | None) -> bool:
+        # Before the look: it may have changed before anybody could know of the sleeper.
+        self._sleepers.append(sleeper)
+        while not reached():
+            left = WAIT_SECONDS if until is None else min(WAIT_SECONDS, until - time.monotonic())
+            if left <= 0:
+                return False
+            try:
+                sleeper.get(timeout=left)
+            except Empty:
+                continue
+            # Whoever woke it has taken it out, or is about to.
+            self._sleepers.append(sleeper)
+        return True
 
     def wake(self) -> None:
         """Let all who wait look again. Called after the change. Never blocks."""
