@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held
+from tests.core.fakes import WATCHDOG
 from xferlib.stager import Stager
 
 jax = pytest.importorskip("jax")
@@ -61,15 +63,22 @@ def test_steps_are_saved_kept_and_restored_while_training_donates(stager: Stager
     assert sorted(xferlib.load(file, stager)) == ["w.0", "w.1"]
 
 
-def test_a_step_has_its_name_when_the_file_is_there(stager: Stager, tmp_path: Path) -> None:
+def test_a_step_has_its_name_when_the_file_is_there(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from xferlib_jax.orbax import XferSave
 
-    backend: Any = stager.backend
+    sync, written, gate = os.fsync, threading.Event(), threading.Event()
+
+    def held(descriptor: int) -> None:
+        written.set()
+        assert gate.wait(WATCHDOG)
+        sync(descriptor)
+
     with manager(tmp_path, stager, snapshot=True) as kept:
-        with held(backend.d2h) as gate:
-            kept.save(1, args=XferSave(state(1)))
-            assert not (tmp_path / "1").exists()
-            gate.set()
+        monkeypatch.setattr(os, "fsync", held)
+        kept.save(1, args=XferSave(state(1)))
+        assert written.wait(WATCHDOG)
+        assert not (tmp_path / "1").exists()
+        gate.set()
         kept.wait_until_finished()
         assert (tmp_path / "1").exists()
 
