@@ -83,26 +83,23 @@ static bool populate(char *dst, size_t nbytes) {
     return true;
 }
 
-// Tells whether pages had to be found.
-static bool copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
+static void copy_bytes(void *dst, const void *src, size_t nbytes, bool aside) {
 #if defined(__x86_64__)
     if (aside && nbytes >= ASIDE_FROM) {
         char *to = dst;
         const char *from = src;
-        bool fresh = populate(to, nbytes);
         size_t head = -(uintptr_t)to & 63;
         memcpy(to, from, head);
         size_t stored = head + store(to + head, from + head, nbytes - head);
         memcpy(to + stored, from + stored, nbytes - stored);
         // Such stores are not ordered by anything else: before anybody is told, they are there.
         _mm_sfence();
-        return fresh;
+        return;
     }
 #else
     (void)aside;
 #endif
     memcpy(dst, src, nbytes);
-    return false;
 }
 
 bool read_whole(int descriptor, int64_t offset, char *dst, size_t nbytes) {
@@ -203,7 +200,8 @@ bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *f
     // The mask is not kept: SIGBUS is not blocked by its handler.
     if (sigsetjmp(back, 0)) return false;
     guarded = 1;
-    *fresh = copy_bytes(dst, src, nbytes, aside);
+    if (fresh) *fresh = nbytes >= ASIDE_FROM && populate(dst, nbytes);
+    copy_bytes(dst, src, nbytes, aside);
     guarded = 0;
     return true;
 }

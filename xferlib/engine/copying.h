@@ -5,8 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// `aside`: past the caches, for memory that the CPU does not read again soon; then `*fresh` tells whether pages had to be found for it.
-// False where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
+// `aside`: past the caches, for memory that the CPU does not read again soon. `fresh`: NULL where the memory has pages; else told
+// whether pages had to be found for it. False where the memory is a file's that has become shorter. Needs `survive_bus_errors`, once in the process.
 bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *fresh);
 // The same of an array's items, in C order, from wherever its strides (bytes) lead. Not more than MOST_AXES.
 enum { MOST_AXES = 64 };

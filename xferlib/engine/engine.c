@@ -50,6 +50,7 @@ enum {
     FEW_SLICES = 4,              // Of a part.
     FRESH_SLICE = 2 << 20,       // Likewise, into memory without pages: those that ask for the same huge page wait for each other.
     MOST_PART = 8 << 20,         // Likewise: between two copies the link rests for a microsecond or two.
+    SOON = 16 << 20,             // Likewise: the largest job, and the most that is on its way before a part, for the device to read it soon.
     SHARES = 4,                  // Parts of a lane's memory: one is filled or emptied while others wait for the device.
     SMALL_JOB = 4 << 20,         // Likewise, at most: it need not wait for larger ones.
     MOST_THREADS = 64,
@@ -89,6 +90,7 @@ typedef struct chunk {
     size_t part_nbytes;          // How much of its memory is used.
     size_t begun;                // So much of that, from the front, have threads begun to copy.
     size_t hands;                // So many do it now.
+    bool aside;                  // Filled past the caches.
     bool last;                   // Of a lane without calls: its owner was asked for the job's event, too.
 } chunk;
 
@@ -113,6 +115,7 @@ struct job {
     bool fresh;                  // Where it was last written to, memory had no pages.
     int come;                    // How many stages it has reached, as those who wait were told.
     bool small;                  // A chunk has room for it.
+    bool soon;                   // To the device, which reads all of it before it can have left the caches of those who fill.
     bool queued, ordered, last_issued, finished, listed, lost;
     int32_t status;
     const char *at;              // Where it failed; NULL: it has not.
@@ -473,15 +476,23 @@ static void lose(chunk *c) {
 
 // Starting parts.
 
+// How many bytes the device has to copy yet.
+static size_t enqueued(const lane *l) {
+    size_t nbytes = 0;
+    for (const chunk *c = l->copying.first; c; c = c->next) nbytes += c->part_nbytes;
+    return nbytes;
+}
+
 // How much the next part of a job should carry, in whole chunks. Copies to the device begin small, so that the link does not wait for the
 // first of them, and become as large as what is on its way. Where nothing follows, they end small, so that little is left to do behind
-// the last.
+// the last; but not where the device has as much to do until then.
 static size_t wanted(const lane *l, const job *j) {
     size_t chunk_nbytes = l->all->nbytes, most = l->nbytes / SHARES;
     if (most > l->longest) most = l->longest;
     if (most > MOST_PART) most = MOST_PART;
     if (l->direction == XE_H2D && l->under_way < most) most = l->under_way;
     bool alone = (l->small.first == NULL) != (l->large.first == NULL) && !j->next;
+    if (alone && l->direction == XE_H2D && enqueued(l) >= j->left) alone = false;
     if (alone && j->left / 2 < most) most = j->left / 2;
     return most < chunk_nbytes ? chunk_nbytes : most / chunk_nbytes * chunk_nbytes;
 }
@@ -537,6 +548,9 @@ static chunk *start_part(lane *l) {
     c->piece = j->piece;
     c->offset = j->offset;
     c->part_nbytes = w.end;
+    // The device reads what still lies in the cache of the core that wrote it at half the rate of the link. What waits behind more, or
+    // has more behind it, has left that cache by then for one that all cores share, which serves the device well and spares the memory.
+    c->aside = j->soon && l->under_way < SOON;
     l->under_way += w.end;
     for (; j->piece < w.piece; j->piece++, j->offset = 0) j->left -= j->pieces[j->piece].nbytes - j->offset;
     j->left -= w.offset - j->offset;
@@ -597,9 +611,9 @@ static bool copy_range(const chunk *c, size_t from, size_t to, bool *fresh) {
         if (begin >= end) continue;
         char *host = s.host + (begin - s.at), *there = c->memory + begin;
         int64_t offset;
-        // What is read by a copy engine next stays in a cache; the caller's memory is read by nobody knows whom.
+        // The caller's memory is read by nobody knows whom.
         if (to_device && is_of_file(c->job, host, &offset)) whole = read_whole(c->job->file.descriptor, offset, there, end - begin);
-        else whole = to_device ? copy_guarded(there, host, end - begin, false, fresh)
+        else whole = to_device ? copy_guarded(there, host, end - begin, c->aside, NULL)
                                : copy_guarded(host, there, end - begin, true, fresh);
     }
     return whole;
@@ -1196,6 +1210,8 @@ int xe_submit(
     if (status == XE_OK && !*place) {
         j->lane = l;
         shape(j);
+        // Where a lane has no calls, the CPU reads what was filled.
+        j->soon = l->calls && l->direction == XE_H2D && nbytes <= SOON;
         *place = j;
         l->open++;
         enqueue(j->small ? &l->small : &l->large, j);
@@ -1440,7 +1456,7 @@ void xe_read_figures(xe_figures *found) {
 int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
     pthread_once(&once, set_up);
     bool unused;
-    return copy_guarded(dst, src, nbytes, aside != 0, &unused) ? XE_OK : XE_WRONG;
+    return copy_guarded(dst, src, nbytes, aside != 0, aside ? &unused : NULL) ? XE_OK : XE_WRONG;
 }
 
 int xe_copies_d2h(const xe_calls *calls, void *stream, void *host, const uint64_t *device, const uint64_t *nbytes, size_t count) {

@@ -297,6 +297,18 @@ MUTANTS = (
         "the last part is a large one",
         "    if (alone && j->left / 2 < most) most = j->left / 2;\n",
         "",
+        "ends_small_where_nothing_follows",
+    ),
+    Mutant(
+        "the last part to the device is a large one",
+        "    if (alone && l->direction == XE_H2D && enqueued(l) >= j->left) alone = false;\n",
+        "    if (l->direction == XE_H2D) alone = false;\n",
+        "joins_chunks",
+    ),
+    Mutant(
+        "the last parts are small, though the device has enough to do",
+        "    if (alone && l->direction == XE_H2D && enqueued(l) >= j->left) alone = false;\n",
+        "",
         "joins_chunks",
     ),
     Mutant(
