@@ -43,6 +43,16 @@ class Bench:
     done: Collection[Key] = ()
     """Rows that need not be measured again."""
 
+    @property
+    def brief(self) -> bool:
+        """Whether the run has minutes for all cases, so that each begins with the rows that say most, and leaves out some."""
+        return not self.quick and self.effort.part < 1
+
+    @property
+    def streams(self) -> Sequence[str]:
+        """Return the streams that compute is to run on, one row for each: in a brief run the usual one alone."""
+        return self.device.streams[:1] if self.brief else self.device.streams
+
     def count(self, quick: int, full: int, fewest: int = 2) -> int:
         """Return how many of something to make: `quick`, `full`, or of that the part that the effort says, at least `fewest`."""
         return quick if self.quick else max(min(fewest, full), round(full * self.effort.part))

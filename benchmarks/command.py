@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device,
         cases,
         quick=options.quick,
-        full=options.full or options.record,
+        full=options.full,
         minutes=options.minutes,
         json_file=TO_RESULTS if options.record else options.json,
         resume=options.resume,
@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         help="merge the records into FILE (default: build/benchmarks/<gpu>.json); -: print them instead, and the table to stderr",
     )
     parser.add_argument(
-        "--record", action="store_true", help="measure in full, and merge the records into benchmarks/results/, as the pages need"
+        "--record", action="store_true", help="merge the records into benchmarks/results/, which the pages are made from"
     )
     parser.add_argument(
         "--minutes", type=float, metavar="N", help=f"what the run may take (default: {MINUTES:g}; no limit with --full or --quick)"

@@ -134,14 +134,15 @@ def time_bandwidth(
 ) -> dict[str, Timing]:
     """Return the seconds of one transfer of `nbytes` bytes (of one each way, for a pair), by contender, each tried once before.
 
-    `level`: all have as many transfers in a sample as the fastest needs, so that the end of a sample weighs the same for each.
+    `level`: all have as many transfers in a sample as the fastest needs, so that the end of a sample weighs the same for each; but
+    at most twice as many as they need by themselves, since in a sample that is long anyhow its end weighs nothing.
     `warm`: right before each sample stands another of the same contender, which is not timed.
     """
     counts = {contender.name: _calibrate(contender, nbytes, effort) for contender in contenders}
     if level:
         # A call that waits by itself has no end of a sample to weigh.
         most = max(counts.values())
-        counts = {one.name: counts[one.name] if one.waits else most for one in contenders}
+        counts = {one.name: counts[one.name] if one.waits else min(most, 2 * counts[one.name]) for one in contenders}
     timings = {name: Timing(count=count) for name, count in counts.items()}
     # Round 0 is the warm-up at the final count.
     for index in range(effort.samples + 1):

@@ -22,7 +22,8 @@ from benchmarks.records import Key, Record, key, read
 __all__ = ["PAGES", "PICTURES", "TABLES", "Results", "filled", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
-H200, H100 = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("nvidia-h200", "nvidia-h100-80gb-hbm3"))
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3.json"
+"""All figures are one machine's, so that those of different rows can be compared."""
 PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 PICTURES = {"cupy": ROOT / "docs" / "sizes-cupy.svg", "jax": ROOT / "docs" / "sizes-jax.svg"}
 """By backend."""
@@ -34,7 +35,7 @@ Table: TypeAlias = Sequence[Sequence[str]]
 
 
 class Results:
-    """The records of one device, by what was measured."""
+    """The records of one machine, by what was measured."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records: dict[Key, Record] = {key(one): one for one in records}
@@ -72,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def filled(page: str) -> str:
     """Return the text of a page with its tables filled from the records. Raises `KeyError` for a name that is no table's."""
-    h200, h100 = Results(read(H200)), Results(read(H100))
-    return MARKED.sub(lambda marked: f"{marked[1]}{marked[2]}{_markdown(TABLES[marked[1]](h200, h100))}", page)
+    results = Results(read(RESULTS))
+    return MARKED.sub(lambda marked: f"{marked[1]}{marked[2]}{_markdown(TABLES[marked[1]](results))}", page)
 
 
 def drawn(backend: str) -> list[Record]:
     """Return the records for a backend's picture: those of everything that was measured at more than one size."""
-    records = [one for one in read(H200) if (one["case"], one["backend"]) == ("sizes", backend)]
+    records = [one for one in read(RESULTS) if (one["case"], one["backend"]) == ("sizes", backend)]
     ways = [(one["direction"], one["label"]) for one in records]
     return [one for one, way in zip(records, ways, strict=True) if ways.count(way) > 1]
 
@@ -137,17 +138,54 @@ def both(write: Callable[[float], str], values: Sequence[float], between: str = 
 # The tables.
 
 
-def steps(h200: Results, _: Results) -> Table:
+def loops(results: Results) -> Table:
+    sizes = 16 * MIB, 64 * MIB, 256 * MIB
+
+    def row(words: str, backend: str, direction: str, label: str) -> list[str]:
+        cells = [words]
+        for nbytes in sizes:
+            record = results.one("sizes", backend, direction, nbytes, label)
+            limit = nbytes / record["limit_gbps"] / 1e9
+            peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
+            cells.append(f"{1 / record['of_limit']:.2f}; {short(seconds / limit)} {peer}")
+        return cells
+
+    return [
+        [
+            "pageable memory, default arguments: step over the bare copy of pinned memory; the best peer",
+            "16 MiB",
+            "64 MiB",
+            "256 MiB",
+        ],
+        *(
+            row(f"{name}: {words}", backend, direction, label)
+            for name, backend in (("CuPy", "cupy"), ("JAX", "jax"))
+            for words, direction, label in (
+                ("`prefetch(batches, stager)`, arrays that the source keeps", "h2d", "loop, kept by the source"),
+                ("the same, each array made anew", "h2d", "loop, made anew"),
+                ("`prefetch(batches, stager, rewrites=False)`", "h2d", "loop, rewrites=False"),
+                ("`drain(results, stager)`", "d2h", "loop"),
+            )
+        ),
+    ]
+
+
+def steps(results: Results) -> Table:
     sizes = 256 * MIB, 64 * MIB
 
     def row(words: str, peers: Mapping[str, str], *what: str) -> list[str]:
         case, backend, direction, label = what
-        records = [h200.one(case, backend, direction, nbytes, label) for nbytes in sizes]
+        records = [results.one(case, backend, direction, nbytes, label) for nbytes in sizes]
         others = [f"{name} {both(short, [peer_over_bound(one, peer) for one in records])}" for peer, name in peers.items()]
         return [words, *(f"{over_bound(one):.2f}" for one in records), "; ".join(others)]
 
     return [
-        ["step time over the longer of compute and copy; 1.00 is the limit", "256 MiB", "64 MiB", "as it is done otherwise"],
+        [
+            "pinned memory: step over the longer of compute and copy; 1.00 is the limit",
+            "256 MiB",
+            "64 MiB",
+            "as it is done otherwise",
+        ],
         row(
             "JAX loop, the next batch put after the step is launched",
             {"jax device_put": "`device_put` from pinned memory:"},
@@ -159,26 +197,21 @@ def steps(h200: Results, _: Results) -> Table:
             *("drain", "jax", "d2h", "in order"),
         ),
         row(
-            "Numba, each step's output to the host",
+            "CuPy loop, the next batch put after the step is launched",
+            {"cupy set(stream)": "CuPy's `set(stream)`"},
+            *("loop", "cupy", "h2d", "default stream"),
+        ),
+        row(
+            "CuPy, each step's output to the host",
             {"cupy get(stream, out)": "CuPy's `get(stream, out)`"},
-            *("drain", "numba", "d2h", "default stream"),
-        ),
-        row(
-            "JAX loop from pageable memory, prefetched (1)",
-            {"jax device_put": "`device_put`:"},
-            *("pageable", "jax", "h2d", "batches, in order"),
-        ),
-        row(
-            "CuPy loop from pageable memory, prefetched (1)",
-            {"torch pin_memory to": "torch's pinned copies", "cupy set(stream)": "CuPy's `set`"},
-            *("pageable", "cupy", "h2d", "batches, default stream"),
+            *("drain", "cupy", "d2h", "default stream"),
         ),
     ]
 
 
-def loaders(h200: Results, _: Results) -> Table:
+def loaders(results: Results) -> Table:
     def of(label: str) -> list[Record]:
-        return [h200.one("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
+        return [results.one("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
 
     def ours(words: str, label: str) -> list[str]:
         records = of(label)
@@ -194,7 +227,7 @@ def loaders(h200: Results, _: Results) -> Table:
     return [
         ["ms a step, 256 / 64 MiB, batches that are there already, transfer-bound", "", "over compute and copy"],
         ours("`xferlib.prefetch` from pinned slots", "pinned slots"),
-        ours("`xferlib.prefetch` from pageable memory (1)", "pageable"),
+        ours("`xferlib.prefetch` from pageable memory", "pageable"),
         ours(f"`SharedRing`, four workers that copy every batch anew (alone: {alone})", "4 workers"),
         theirs("Grain, `device_put` in two threads", "grain device_put"),
         theirs("torch `DataLoader`, four workers, pinned; tensors in shared memory beforehand", "torch DataLoader, shared tensors"),
@@ -202,12 +235,12 @@ def loaders(h200: Results, _: Results) -> Table:
     ]
 
 
-def pageable(h200: Results, h100: Results) -> Table:
+def pageable(results: Results) -> Table:
     bare = ["cuMemcpy"]
     to_device = [bare, ["cupy set", "cupy asarray"], ["torch to"], ["numba copy_to_device"], ["jax device_put"]]
     to_host = [bare, ["cupy get(out=)", "cupy asnumpy"], ["torch copy_", "torch cpu"], ["numba copy_to_host"], ["np.asarray"]]
 
-    def row(words: str, results: Results, backend: str, direction: str, label: str) -> list[str]:
+    def row(words: str, backend: str, direction: str, label: str) -> list[str]:
         record = results.one("pageable", backend, direction, GIB, label)
 
         def peers(names: Sequence[str]) -> str:
@@ -219,29 +252,29 @@ def pageable(h200: Results, h100: Results) -> Table:
 
     return [
         ["GB/s, 1 GiB of pageable memory", "xferlib, of pinned", "bare `cudaMemcpy`", "CuPy", "torch", "Numba", "JAX"],
-        row("host to device, CuPy, H100", h100, "cupy", "h2d", "touched"),
-        row("the same, JAX, H200", h200, "jax", "h2d", "touched"),
-        row("device to host, touched memory, CuPy, H100", h100, "cupy", "d2h", "touched"),
-        row("the same, JAX, H200", h200, "jax", "d2h", "touched"),
-        row("device to host, memory never touched before, CuPy, H100", h100, "cupy", "d2h", "untouched"),
-        row("the same, JAX, H200", h200, "jax", "d2h", "untouched"),
+        row("host to device, CuPy", "cupy", "h2d", "touched"),
+        row("the same, JAX", "jax", "h2d", "touched"),
+        row("device to host, touched memory, CuPy", "cupy", "d2h", "touched"),
+        row("the same, JAX", "jax", "d2h", "touched"),
+        row("device to host, memory never touched before, CuPy", "cupy", "d2h", "untouched"),
+        row("the same, JAX", "jax", "d2h", "untouched"),
     ]
 
 
-def calls(h200: Results, _: Results) -> Table:
+def calls(results: Results) -> Table:
     sizes = 64 * KIB, MIB, 16 * MIB, 64 * MIB
 
     def rows(words: str, direction: str, label: str) -> list[list[str]]:
         ours, best = [words], ["best peer"]
         for nbytes in sizes:
-            record = h200.one("sizes", "cupy", direction, nbytes, label)
+            record = results.one("sizes", "cupy", direction, nbytes, label)
             peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
             mine = record["seconds"]["median"]
             ours.append(f"**{us(mine)}**" if mine < seconds else us(mine))
             best.append(f"{f'**{us(seconds)}**' if seconds <= mine else us(seconds)} {peer}")
         return [ours, best]
 
-    asarray = [h200.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"] for nbytes in sizes]
+    asarray = [results.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"] for nbytes in sizes]
     return [
         ["us, default arguments, CuPy", "64 KiB", "1 MiB", "16 MiB", "64 MiB"],
         *rows("`put(array)`, pageable", "h2d", "call"),
@@ -251,9 +284,8 @@ def calls(h200: Results, _: Results) -> Table:
     ]
 
 
-def leaves(h200: Results, h100: Results) -> Table:
+def leaves(results: Results) -> Table:
     def of(backend: str) -> list[Record]:
-        results = h100 if backend == "cupy" else h200
         return [results.one("leaves", backend, "h2d", 500 * each, "500 leaves") for each in (64 * KIB, 4 * KIB)]
 
     def ours(words: str, backend: str) -> list[str]:
@@ -264,17 +296,17 @@ def leaves(h200: Results, h100: Results) -> Table:
 
     return [
         ["ms, 500 arrays in one tree", "64 KiB each", "4 KiB each"],
-        ours("xferlib to CuPy, H100", "cupy"),
+        ours("xferlib to CuPy", "cupy"),
         theirs("CuPy, one by one", "cupy", "cupy asarray"),
         theirs("torch, one by one from its own pinned memory", "cupy", "torch to"),
-        ours("xferlib to JAX, H200 (4 KiB: (1))", "jax"),
+        ours("xferlib to JAX", "jax"),
         theirs("`device_put` of the tree", "jax", "jax device_put"),
     ]
 
 
-def pinned(h200: Results, _: Results) -> Table:
+def pinned(results: Results) -> Table:
     def row(words: str, direction: str, cupy: str) -> list[str]:
-        records = [h200.one("link", "cupy", direction, nbytes, "pinned") for nbytes in (64 * MIB, GIB)]
+        records = [results.one("link", "cupy", direction, nbytes, "pinned") for nbytes in (64 * MIB, GIB)]
         columns = [[one["gbps"] for one in records], [one["limit_gbps"] for one in records]]
         columns += [[one["peers"][peer] for one in records] for peer in (cupy, "torch copy_")]
         return [words, *(" / ".join(f"{figure:.1f}" for figure in column) for column in columns)]
@@ -287,8 +319,8 @@ def pinned(h200: Results, _: Results) -> Table:
     ]
 
 
-def first_get(h200: Results, h100: Results) -> Table:
-    def row(words: str, results: Results, backend: str) -> list[str]:
+def first_get(results: Results) -> Table:
+    def row(words: str, backend: str) -> list[str]:
         record = results.one("first_get", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
         details = record["details"]
         again = record["nbytes"] / record["limit_gbps"] / 1e9
@@ -302,14 +334,14 @@ def first_get(h200: Results, h100: Results) -> Table:
             *("first: the call", "all there", "again: the call", "all there"),
             "longest step of another thread, us: quiet / beside the first",
         ],
-        row("CuPy, H100", h100, "cupy"),
-        row("Numba, H100", h100, "numba"),
-        row("JAX, H200", h200, "jax"),
+        row("CuPy", "cupy"),
+        row("Numba", "numba"),
+        row("JAX", "jax"),
     ]
 
 
-def saving(h200: Results, h100: Results) -> Table:
-    def row(words: str, results: Results, backend: str) -> list[str]:
+def saving(results: Results) -> Table:
+    def row(words: str, backend: str) -> list[str]:
         record = results.one("saving", backend, "d2h", 300 * ((4 * GIB) // 300 // 256 * 256), "300 arrays")
         details = record["details"]
         steps = [details[f"{name}_median_us"] / 1e6 for name in ("quiet_step", "step_beside_save", "step_beside_peer")]
@@ -329,17 +361,17 @@ def saving(h200: Results, h100: Results) -> Table:
             *("`save`: the call", "the file is there", "`get`, then safetensors", "`torch.save`", "threads that only write"),
             "median step of another thread, us: quiet / beside `save` / beside `get`",
         ],
-        row("CuPy, H100", h100, "cupy"),
-        row("JAX, H200", h200, "jax"),
+        row("CuPy", "cupy"),
+        row("JAX", "jax"),
     ]
 
 
-def overhead(h200: Results, _: Results) -> Table:
+def overhead(results: Results) -> Table:
     def figures(records: Sequence[Record], peer: str | None) -> str:
         return both(us, [one["seconds"]["median"] if peer is None else one["peers_seconds"][peer] for one in records], " / ")
 
-    into = [h200.one("overhead", "cupy", "h2d", 64, "put(into=)")]
-    value = [h200.one("overhead", "jax", "h2d", 64, f"put().value{busy}") for busy in ("", ", busy")]
+    into = [results.one("overhead", "cupy", "h2d", 64, "put(into=)")]
+    value = [results.one("overhead", "jax", "h2d", 64, f"put().value{busy}") for busy in ("", ", busy")]
     return [
         ["us a call, 64 bytes", "xferlib", "bare copy", "the framework's own"],
         [
@@ -357,10 +389,10 @@ def overhead(h200: Results, _: Results) -> Table:
     ]
 
 
-def bystander(h200: Results, h100: Results) -> Table:
+def bystander(results: Results) -> Table:
     turns, interval = ("quiet", "pinned", "staging"), ", switch interval 1 ms"
 
-    def row(words: str, results: Results, label: str) -> list[str]:
+    def row(words: str, label: str) -> list[str]:
         details = results.one("bystander", "cupy", "h2d", 256 * MIB, label)["details"]
         medians = [details[f"{turn}_median_us"] / 1e6 for turn in turns]
         tails = [details[f"{turn}_p99_over_median"] for turn in turns]
@@ -373,17 +405,16 @@ def bystander(h200: Results, h100: Results) -> Table:
             "step of another thread: alone / beside pinned / beside pageable batches",
             *("median, ms", "99th percentile over median", "GB/s: pinned / pageable"),
         ],
-        row("training, 170 launches and little Python, H200 (2)", h200, training),
-        row("the same, switch interval of 1 ms (2)", h200, training + interval),
-        row("training, H100", h100, training),
-        row("the same, switch interval of 1 ms", h100, training + interval),
-        row("nothing but Python, H200 (2)", h200, python),
-        row("the same, switch interval of 1 ms (2)", h200, python + interval),
+        row("training, 170 launches and little Python", training),
+        row("the same, switch interval of 1 ms", training + interval),
+        row("nothing but Python", python),
+        row("the same, switch interval of 1 ms", python + interval),
     ]
 
 
-TABLES: Mapping[str, Callable[[Results, Results], Table]] = {
-    table.__name__: table for table in (steps, loaders, pageable, calls, leaves, pinned, first_get, saving, overhead, bystander)
+TABLES: Mapping[str, Callable[[Results], Table]] = {
+    table.__name__: table
+    for table in (loops, steps, loaders, pageable, calls, leaves, pinned, first_get, saving, overhead, bystander)
 }
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from benchmarks.cases import (
 __all__ = ["CASES"]
 
 MODULES = (
-    link,
-    overhead,
+    sizes,
+    pageable,
     loop,
     drain,
-    pageable,
-    sizes,
+    link,
+    overhead,
     leaves,
     loaders,
     memory_kinds,
@@ -39,4 +39,5 @@ MODULES = (
     devices,
     bystander,
 )
+"""In the order in which they are measured: what users have by default comes first."""
 CASES = {module.CASE.name: module.CASE for module in MODULES}

@@ -106,5 +106,5 @@ CASE = Case(
     name=NAME,
     summary="the first get of 4 GiB in 300 arrays, for which the pool has to grow, beside the second",
     run=run,
-    seconds=20.0,
+    seconds=15.0,
 )

@@ -38,7 +38,7 @@ PEERS = ("cupy", "torch", "jax", "numpy")
 TREES = ((500, 64 << 10), (500, 4 << 10), (20, 4 << 10), (8, 4 << 10), (2, 4 << 10))
 """How many leaves, and bytes of each."""
 QUICK_TREES = ((20, 64 << 10), (20, 4 << 10))
-SAMPLES = 25
+SAMPLES, QUICK_SAMPLES = 25, 3
 
 
 def run(bench: Bench) -> Iterator[Record]:
@@ -62,7 +62,7 @@ def _measure(bench: Bench, stager: Stager, mine: Way, rivals: Sequence[Way], nby
         *(Contender(name=way.name, ways=(way,), arena=arena) for way, arena in zip(rivals, own, strict=True)),
     ]
     contenders = able(contenders, bench.absences, partial(sample, nbytes=nbytes, count=1, index=-2))
-    effort = bench.effort if bench.quick else replace(bench.effort, samples=SAMPLES)
+    effort = replace(bench.effort, samples=bench.count(QUICK_SAMPLES, SAMPLES, 5))
     timings = time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False, warm=True)
     return records.make(
         bench,
@@ -101,4 +101,4 @@ def _each(way: Way, leaves: int) -> Way:
     )
 
 
-CASE = Case(name=NAME, summary="time until a tree of 2 to 500 small arrays is on the device", run=run, seconds=15.0)
+CASE = Case(name=NAME, summary="time until a tree of 2 to 500 small arrays is on the device", run=run, seconds=20.0)

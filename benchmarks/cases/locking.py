@@ -41,7 +41,7 @@ NAME = "locking"
 NBYTES, QUICK_NBYTES = 8 << 30, 4 << 20
 ODD_NBYTES = 65 << 20
 """A little more than a power of two."""
-ROUNDS = 3
+ROUNDS, QUICK_ROUNDS = 3, 3
 ARRAYS, QUICK_ARRAYS = 1_000_000, 2000
 CHUNK = 1000
 LIMIT, QUICK_LIMIT = 1 << 30, 16 << 20
@@ -55,7 +55,7 @@ SEED = 41
 def run(bench: Bench) -> Iterator[Record]:
     """Yield a record per kind of memory, and one of many arrays."""
     yield from _large(bench, QUICK_NBYTES if bench.quick else NBYTES)
-    yield _many(bench, *((QUICK_ARRAYS, QUICK_LIMIT) if bench.quick else (ARRAYS, LIMIT)))
+    yield _many(bench, bench.count(QUICK_ARRAYS, ARRAYS), QUICK_LIMIT if bench.quick else LIMIT)
 
 
 def _large(bench: Bench, nbytes: int) -> Iterator[Record]:
@@ -66,9 +66,10 @@ def _large(bench: Bench, nbytes: int) -> Iterator[Record]:
         stager.trim()
         array = np.empty(nbytes, np.uint8)
         array.fill(1)
-        for index in range(ROUNDS):
+        rounds = bench.count(QUICK_ROUNDS, ROUNDS, 1)
+        for index in range(rounds):
             bench.effort.between()
-            bench.say(f"{NAME}: {nbytes} bytes, round {index + 1} of {ROUNDS}")
+            bench.say(f"{NAME}: {nbytes} bytes, round {index + 1} of {rounds}")
             limit.add([_seconds(lambda: bare.host_alloc(nbytes), lambda free: free())])
             fresh.add([_seconds(lambda: stager.empty_pinned(nbytes, np.uint8))])
             stager.trim()
@@ -175,4 +176,4 @@ def _record(bench: Bench, stager: Stager, label: str, nbytes: int, ours: Timing,
     )
 
 
-CASE = Case(name=NAME, summary="page-locking 8 GiB, and a million arrays of pinned memory", run=run, seconds=25.0)
+CASE = Case(name=NAME, summary="page-locking 8 GiB, and a million arrays of pinned memory", run=run, seconds=15.0)

@@ -120,5 +120,5 @@ CASE = Case(
     name=NAME,
     summary="64 MiB to the device from pinned, write-combined, pageable, mapped and unified memory",
     run=run,
-    seconds=15.0,
+    seconds=3.0,
 )

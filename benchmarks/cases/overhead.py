@@ -132,4 +132,4 @@ def _records(
         )
 
 
-CASE = Case(name=NAME, summary="host time of a call that starts a transfer of 64 bytes, or of 4 KiB", run=run, seconds=25.0)
+CASE = Case(name=NAME, summary="host time of a call that starts a transfer of 64 bytes, or of 4 KiB", run=run, seconds=15.0)

@@ -209,5 +209,5 @@ CASE = Case(
     name=NAME,
     summary="a save of 4 GiB in 300 arrays beside a loop, threads that only write, and what others do",
     run=run,
-    seconds=60.0,
+    seconds=50.0,
 )

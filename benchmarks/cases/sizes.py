@@ -52,16 +52,22 @@ __all__ = ["CASE"]
 
 NAME = "sizes"
 PEERS = ("cuda", "cupy", "torch", "numba", "jax", "numpy")
-SIZES = tuple(size << 10 for size in (4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20))
+SIZES = tuple(size << 10 for size in (16 << 10, 64 << 10, 1 << 10, 256 << 10, 64, 4 << 10, 4, 1 << 20))
+"""In the order in which they are measured: what is asked for most comes first, in case that the time runs out."""
 QUICK_SIZES = (4 << 10, 1 << 20)
 LARGE = 256 << 20
-SAMPLES, LARGE_SAMPLES, QUICK_SAMPLES = 5, 3, 2
-LOOP_SECONDS = 0.5
+SAMPLES, LARGE_SAMPLES, QUICK_SAMPLES, QUICK_CALLS = 5, 3, 2, 3
+CALL_SECONDS = 0.0015
+"""How long a sample of calls lasts in a brief run: each call is waited for, so the sample's end weighs nothing."""
+LOOP_SECONDS, BRIEF_LOOP_SECONDS = 0.5, 0.2
+BRIEF_SHARE = 1 / 3
+"""Of the steps that a peer makes otherwise: there are many peers, and most take several times as long."""
 FEWEST_STEPS, MOST_STEPS, QUICK_STEPS = 24, 2000, 12
 PASS = 1000
 """Steps whose checksums the device keeps."""
 KEPT_NBYTES, FEWEST_BATCHES, MOST_BATCHES = 4 << 30, 4, 32
 MADE_NBYTES = 8 << 30
+ARENA_NBYTES = 64 << 20
 SLOTS = 2
 """Pinned slots, for the bare copy alone."""
 BASES = 2
@@ -113,32 +119,33 @@ class _Rows:
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    """Yield a record per size and call, then one per size and loop."""
+    """Yield, size by size, a record per call and one per loop."""
     sizes = bench.sizes or (QUICK_SIZES if bench.quick else SIZES)
     peers = bench.open_peers(PEERS)
     room = SLOTS * max(sizes) + SHIFTS * STEP
     with bench.open_stager() as stager, bench.open_stager(pinned_limit=2 * room + (64 << 20)) as other:
         rows = _Rows(bench=bench, stager=stager)
         pin = partial(other.empty_pinned, dtype=np.uint8)
-        yield from _calls(rows, peers, sizes, pin)
         for nbytes in sizes:
+            yield from _calls(rows, peers, nbytes, pin)
             yield from _loops(rows, peers, nbytes, pin)
             stager.trim()
             other.trim()
 
 
-def _calls(rows: _Rows, peers: Sequence[Peer], sizes: Sequence[int], pin: Callable[[int], Bytes]) -> Iterator[Record]:
+def _calls(rows: _Rows, peers: Sequence[Peer], nbytes: int, pin: Callable[[int], Bytes]) -> Iterator[Record]:
     mine: list[tuple[str, Way]] = [
         (CALL, ours.fresh(rows.stager, keep=None)),
         (CALL, ours.made(rows.stager)),
         (CALL_OUT, ours.into(rows.stager, "d2h", pinned=False)),
     ]
-    wanted = [(size, *one) for size in sizes for one in mine if rows.wanted(one[1].direction, size, one[0])]
+    wanted = [(label, way) for label, way in mine if rows.wanted(way.direction, nbytes, label)]
     if not wanted:
         return
-    pinned = Arena.allocate(rows.bench.device, max(size for size, *_ in wanted), pin)
+    # Room for some calls, each with memory of its own.
+    pinned = Arena.allocate(rows.bench.device, max(nbytes, ARENA_NBYTES), pin)
     pageable = pinned.with_host(memory.empty_pageable)
-    for nbytes, label, way in wanted:
+    for label, way in wanted:
         rows.say(way.direction, nbytes, label)
         timings = _time(rows.bench, way, _rivals(peers, way.direction, label), pageable, pinned, nbytes)
         timing, limit = timings.pop(ours.NAME), timings.pop(LIMIT)
@@ -160,7 +167,9 @@ def _time(bench: Bench, mine: Way, rivals: Sequence[Way], pageable: Arena, pinne
         pinned=pinned,
         nbytes=nbytes,
     )
-    effort = bench.effort if bench.quick else replace(bench.effort, samples=SAMPLES)
+    effort = replace(bench.effort, samples=bench.count(QUICK_CALLS, SAMPLES, 3))
+    if bench.brief:
+        effort = replace(effort, sample_seconds=CALL_SECONDS)
     return time_bandwidth(contenders, nbytes=nbytes, effort=effort, level=False, warm=True)
 
 
@@ -282,12 +291,14 @@ def _measure(
     """Yield the record of each of ours."""
     rows.say(direction, nbytes, *(pipe.name for pipe in mine))
     _, *present = rows.bench.able_pipes([mine[0], *rivals])
+    if rows.bench.brief:
+        present = [pipe._replace(share=pipe.share * BRIEF_SHARE) for pipe in present]
     # The first time compiles, or grows a pool.
     alone.measure()
     longest = max(max(pair) for pair in alone.measure())
-    quick = rows.bench.quick
-    steps = QUICK_STEPS if quick else max(FEWEST_STEPS, min(MOST_STEPS, int(LOOP_SECONDS / longest)))
-    samples = QUICK_SAMPLES if quick else LARGE_SAMPLES if nbytes >= LARGE else SAMPLES
+    seconds = BRIEF_LOOP_SECONDS if rows.bench.brief else LOOP_SECONDS
+    steps = QUICK_STEPS if rows.bench.quick else max(FEWEST_STEPS, min(MOST_STEPS, int(seconds / longest)))
+    samples = rows.bench.count(QUICK_SAMPLES, LARGE_SAMPLES if nbytes >= LARGE else SAMPLES, 3)
     between = rows.bench.effort.between
     result = pipeline.measure([*mine, *present], alone, steps=min(steps, most), samples=samples, between=between)
     timings = {pipe.name: result.timings.pop(pipe.name) for pipe in mine}
@@ -296,4 +307,9 @@ def _measure(
         yield rows.record(direction, nbytes, label, timing, result.copies, result.timings, details)
 
 
-CASE = Case(name=NAME, summary="pageable memory with default arguments, 4 KiB to 1 GiB, by call and in a loop, each way", run=run)
+CASE = Case(
+    name=NAME,
+    summary="pageable memory with default arguments, 4 KiB to 1 GiB, by call and in a loop, each way",
+    run=run,
+    seconds=120.0,
+)
