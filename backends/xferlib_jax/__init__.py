@@ -1,7 +1,7 @@
 """JAX: arrays move between NumPy and JAX while the device computes, on NVIDIA GPUs and on the CPU.
 
-The entry point names `open_stager`; `prefetch`, `load` and what goes with them are for arrays that several devices share. This file
-imports without JAX. What needs JAX is imported when a stager is opened, or when one of those names is asked for.
+The entry point names `open_stager`; `prefetch`, `load`, `save` and what goes with them are for arrays that several devices share.
+This file imports without JAX. What needs JAX is imported when a stager is opened, or when one of those names is asked for.
 """
 
 from __future__ import annotations
@@ -14,9 +14,20 @@ if TYPE_CHECKING:
     from xferlib_jax._load import load
     from xferlib_jax._narrowing import narrowed
     from xferlib_jax._prefetch import ShardedPrefetch, prefetch, prefetch_to_device
+    from xferlib_jax._save import save
     from xferlib_jax._stagers import close, local_stagers
 
-__all__ = ["ShardedPrefetch", "close", "load", "local_stagers", "narrowed", "open_stager", "prefetch", "prefetch_to_device"]
+__all__ = [
+    "ShardedPrefetch",
+    "close",
+    "load",
+    "local_stagers",
+    "narrowed",
+    "open_stager",
+    "prefetch",
+    "prefetch_to_device",
+    "save",
+]
 
 
 def open_stager(*, device: int = 0) -> HostStager[Any]:
@@ -34,9 +45,15 @@ if not TYPE_CHECKING:
         from xferlib_jax._probe import _import_jax
 
         _import_jax()
-        from xferlib_jax import _load, _narrowing, _prefetch, _stagers
+        from xferlib_jax import _load, _narrowing, _prefetch, _save, _stagers
 
-        homes: dict[str, Any] = {"close": _stagers, "load": _load, "local_stagers": _stagers, "narrowed": _narrowing}
+        homes: dict[str, Any] = {
+            "close": _stagers,
+            "load": _load,
+            "local_stagers": _stagers,
+            "narrowed": _narrowing,
+            "save": _save,
+        }
         return getattr(homes.get(name, _prefetch), name)
 
 

@@ -24,10 +24,12 @@ __all__ = [
     "ArrayCheck",
     "JaxArray",
     "adopt",
+    "check_class",
     "check_dtype",
     "dlpack_code",
     "kind_of",
     "nbytes_of",
+    "shards_of",
 ]
 
 JaxArray: TypeAlias = Any
@@ -163,7 +165,7 @@ class ArrayCheck:
         """
         # Random keys have a dtype of JAX's own.
         if type(array) not in self._classes or not isinstance(array.dtype, np.dtype):
-            _check_class(array)
+            check_class(array)
             self._classes.add(type(array))
         if array.is_deleted():
             raise ValueError(DELETED)
@@ -177,7 +179,7 @@ class ArrayCheck:
                     f"the array is in host memory ({sharding.memory_kind}) already. Look at it with numpy.asarray(array)"
                 )
             if replicated:
-                return _copy_on(self._device, array)
+                return shards_of(array)[self._device]
             if len(self._shardings) >= MOST_SHARDINGS:
                 self._shardings.clear()
             self._shardings[id(sharding)] = sharding
@@ -200,21 +202,22 @@ class ArrayCheck:
         return not self._refused_kinds or all(sharding.memory_kind not in self._refused_kinds for sharding in shardings)
 
 
-def _copy_on(device: Any, array: JaxArray) -> JaxArray:
-    """Return the copy of a replicated array on one of its devices. Raises `ValueError` if another thread has just deleted it."""
-    found = []
+def shards_of(array: JaxArray) -> dict[Any, JaxArray]:
+    """Return what an array has on each device of this process. Raises `ValueError` if another thread has just deleted it."""
+    found = {}
     try:
-        found = [shard.data for shard in array.addressable_shards if shard.device == device]
+        found = {shard.device: shard.data for shard in array.addressable_shards}
     except RuntimeError:
         if not array.is_deleted():
             raise
     # JAX may also say that there are none.
     if not found:
         raise ValueError(DELETED)
-    return found[0]
+    return found
 
 
-def _check_class(array: object) -> None:
+def check_class(array: object) -> None:
+    """Raise `TypeError` unless this is a JAX array with memory."""
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
             f"{kind_of(array)} stands for an array inside a function that JAX traces, and has no memory. Call get outside of jit, "
@@ -236,7 +239,8 @@ def _check_sharding(sharding: Any, device: Any) -> None:
     if len(devices) > 1 or not sharding.is_fully_addressable:
         raise ValueError(
             f"the array is spread over {len(devices)} devices, and this stager moves those of {device}, and replicated ones that "
-            "have a copy there. Get its shards, each by a stager of its device: [shard.data for shard in array.addressable_shards]"
+            "have a copy there. Save it by xferlib_jax.save(path, tree), or get its shards, each by a stager of its device: "
+            "[shard.data for shard in array.addressable_shards]"
         )
     (found,) = devices
     if found != device:

@@ -12,12 +12,14 @@ from typing import Any, final
 
 import numpy as np
 
+from xferlib.byte_reader import ByteReader
 from xferlib.checks import positive_nbytes, uncopied, whole_number
 from xferlib.errors import XferError
 from xferlib.files.formats import SUFFIXES
 from xferlib.files.outcome import Outcome, refuse_late
 from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
+from xferlib.files.sharded import ShardedArrays, ShardedReader
 from xferlib.files.writing import Writing
 from xferlib.forks import stayed
 from xferlib.latch import Latch
@@ -39,7 +41,7 @@ OF_NUMPY = f'Arrays of NumPy, such as those of HostTree.tree, are saved by a sta
 def save(
     path: str | os.PathLike[str],
     tree: Any,
-    stager: Stager,
+    stager: Stager | ShardedArrays,
     *,
     stream: object | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -77,8 +79,33 @@ def save(
     `ClosedError` in handlers of `atexit` that were registered before xferlib was imported. What goes wrong later, a full disk for
     example, is raised by `Save.result`.
     """
+    try:
+        handle, writing = _prepared(path, tree, stager, stream, metadata, memory, rate_limit, keep, snapshot=snapshot)
+    except BaseException:
+        if not isinstance(stager, Stager) and hasattr(stager, "shards"):
+            stager.release()
+        raise
+    # Interrupted from here on, the caller has no handle, and the file is written all the same or not begun.
+    writing.start(weakref.ref(handle))
+    return handle
+
+
+def _prepared(
+    path: str | os.PathLike[str],
+    tree: Any,
+    stager: Stager | ShardedArrays,
+    stream: object | None,
+    metadata: Mapping[str, str] | None,
+    memory: int,
+    rate_limit: float | None,
+    keep: int | None,
+    *,
+    snapshot: bool,
+) -> tuple[Save, Writing]:
+    """Check all that can be refused, and find the arrays. Raises as `save`."""
     refuse_late()
-    check_stager(stager, tree if isinstance(tree, Stager) else path, comes="third")
+    if not hasattr(stager, "shards"):
+        check_stager(stager, tree if isinstance(tree, Stager) else path, comes="third")
     try:
         # The working directory may be another one when somebody asks.
         file = Path(path).absolute()
@@ -87,33 +114,37 @@ def save(
     if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
     _check_folder(file.parent)
-    memory = min(positive_nbytes(memory, "memory"), stager.stats().pinned_limit_nbytes // 2)
+    stagers = [stager] if isinstance(stager, Stager) else stager.stagers
+    memory = min(positive_nbytes(memory, "memory"), *[one.stats().pinned_limit_nbytes // 2 for one in stagers])
     if rate_limit is not None and not rate_limit > 0:
         raise ValueError(f"rate_limit={rate_limit!r}: expected bytes per second, greater than 0")
     keep = None if keep is None else whole_number(keep, "keep", least=1)
     if keep is not None and not is_numbered(file):
         advice = f"Name it like 'step_100{file.suffix}'"
         raise ValueError(f"keep: {file.name!r} has no number that tells it from earlier files. {advice}")
-    try:
-        reader = stager.reader(tree, stream=stream, snapshot=snapshot)
-    except TypeError as error:
-        leaves = trees_of(stager.backend).arrays(tree)[0]
-        if any(isinstance(leaf, HostTree) for leaf in leaves):
-            raise TypeError(f"a HostTree is saved by what it holds: save(path, home.tree, host). {OF_NUMPY}") from None
-        if stager.name != HOST and any(isinstance(leaf, np.ndarray) for leaf in leaves):
-            error.add_note(OF_NUMPY)
-        raise
+    reader = _reader(tree, stager, stream, snapshot=snapshot)
     try:
         plan = planned(file, reader.spec, reader.described, reader.sizes, metadata)
         outcome = Outcome(file)
         writing = Writing(outcome, plan, reader, memory, rate_limit, keep)
-        handle = Save(outcome, plan.nbytes, 0 if reader.snapshot else plan.nbytes)
+        return Save(outcome, plan.nbytes, 0 if reader.snapshot else plan.nbytes), writing
     except BaseException:
         reader.close()
         raise
-    # Interrupted from here on, the caller has no handle, and the file is written all the same or not begun.
-    writing.start(weakref.ref(handle))
-    return handle
+
+
+def _reader(tree: Any, stager: Stager | ShardedArrays, stream: object | None, *, snapshot: bool) -> ByteReader | ShardedReader:
+    try:
+        if isinstance(stager, Stager):
+            return stager.reader(tree, stream=stream, snapshot=snapshot)
+        return ShardedReader(stager, tree, snapshot=snapshot)
+    except TypeError as error:
+        leaves = trees_of(stager.backend).arrays(tree)[0]
+        if any(isinstance(leaf, HostTree) for leaf in leaves):
+            raise TypeError(f"a HostTree is saved by what it holds: save(path, home.tree, host). {OF_NUMPY}") from None
+        if stager.backend.name != HOST and any(isinstance(leaf, np.ndarray) for leaf in leaves):
+            error.add_note(OF_NUMPY)
+        raise
 
 
 def _check_folder(folder: Path) -> None:

@@ -24,6 +24,7 @@ from xferlib.files.outcome import Outcome, wait_for_all
 from xferlib.files.pace import Pace, wait_to_read
 from xferlib.files.plan import FilePiece, Layout, Plan
 from xferlib.files.series import remove_older
+from xferlib.files.sharded import ShardedReader
 from xferlib.files.temporary import BORDER, TemporaryFile
 from xferlib.latch import give_way
 from xferlib.memory.arrays import Array, address_of
@@ -45,7 +46,13 @@ class Writing:
     """What the threads of one save share, and who owns its reader from `start` on. It and the handle do not refer to each other."""
 
     def __init__(
-        self, outcome: Outcome, plan: Plan, reader: ByteReader, memory: int, rate_limit: float | None, keep: int | None
+        self,
+        outcome: Outcome,
+        plan: Plan,
+        reader: ByteReader | ShardedReader,
+        memory: int,
+        rate_limit: float | None,
+        keep: int | None,
     ) -> None:
         self._outcome = outcome
         self._plan = plan
@@ -78,6 +85,7 @@ class Writing:
         except BaseException:
             if self._outcome.drop():
                 self._reader.close()
+                self._reader.let_go()
             raise
 
     def _on_threads(self) -> bool:

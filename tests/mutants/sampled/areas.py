@@ -276,15 +276,22 @@ AREAS = {
         (
             *(
                 f"xferlib/files/{name}.py"
-                for name in ("save", "outcome", "plan", "pace", "writing", "series", "temporary", "formats", "names")
+                for name in (
+                    *("save", "outcome", "plan", "pace", "writing", "series", "temporary", "formats", "names"),
+                    *("regions", "sharded"),
+                )
             ),
             "xferlib/byte_reader.py",
         ),
         (
             "tests/core/test_byte_reader.py",
-            *(f"tests/files/test_save{part}.py" for part in ("", "_meanwhile", "_failures", "_cut_off")),
+            *(f"tests/files/test_save{part}.py" for part in ("", "_sharded", "_meanwhile", "_failures", "_cut_off")),
             "tests/files/test_load.py",
         ),
+        {
+            "/regions.py": ("tests/files/test_regions.py", "tests/files/test_save_sharded.py"),
+            "/sharded.py": ("tests/files/test_save_sharded.py",),
+        },
     ),
     "tracing": Area(
         ("xferlib/tracing/*.py",),

@@ -8,8 +8,8 @@ OUTCOME, PACE = "xferlib/files/outcome.py", "xferlib/files/pace.py"
 READER, LEDGER, PENDING, H2D = (f"xferlib/{name}.py" for name in ("byte_reader", "ledger", "pending", "h2d"))
 
 MUTANTS = [
-    (SAVE, "stager.stats().pinned_limit_nbytes // 2)", "stager.stats().pinned_limit_nbytes)"),
-    (SAVE, "reader = stager.reader(tree, stream=stream, snapshot=snapshot)", "reader = stager.reader(tree, snapshot=snapshot)"),
+    (SAVE, "one.stats().pinned_limit_nbytes // 2 for", "one.stats().pinned_limit_nbytes for"),
+    (SAVE, "return stager.reader(tree, stream=stream, snapshot=snapshot)", "return stager.reader(tree, snapshot=snapshot)"),
     (PLAN, "type(value) not in (*JSON, bool)", "not isinstance(value, JSON)"),
     (PLAN, "or key == VALUES:", "or False:"),
     (PLAN, "end = most - most % border", "end = most"),
