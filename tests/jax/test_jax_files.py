@@ -604,7 +604,8 @@ def test_a_concrete_array_is_copied_where_a_function_is_traced(stager: Stager, t
 def test_all_that_holds_of_files_on_eight_devices(stager: Stager) -> None:
     here = Path(__file__).resolve().parent
     eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "eight_devices_load.py")]
+    files = [str(here / f"eight_devices_{name}.py") for name in ("load", "save")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     child = children.run(command, seconds=300, cwd=here.parents[1], env=os.environ | eight)
     assert child.returncode == 0, child.stdout + child.stderr
 

@@ -65,6 +65,19 @@ def check_load(mesh: Mesh, spec: Any, nbytes: int) -> None:
         stager.close()
 
 
+def check_save(mesh: Mesh, spec: Any, *, whole: bool) -> None:
+    """Save an array of which this process has the whole, or be told that it has not."""
+    expected = globals_of(11)[0]
+    array = jax.make_array_from_callback(SHAPE, NamedSharding(mesh, spec), expected.__getitem__)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.npy")
+        if whole:
+            assert np.array_equal(np.load(xferlib_jax.save(path, array).result(60)), expected), spec
+        else:
+            with pytest.raises(ValueError, match=rf"process {jax.process_index()} cannot read them.*process_allgather"):
+                xferlib_jax.save(path, array)
+
+
 def check_all() -> None:
     me = jax.process_index()
     # Each row is a process.
@@ -87,6 +100,12 @@ def check_all() -> None:
     check_load(by_process, PartitionSpec("process"), total // 2)
     check_load(by_process, PartitionSpec("device"), total)
     check_load(by_process, PartitionSpec(None, "process"), total // 2)
+
+    for spec in (PartitionSpec("device"), PartitionSpec(), PartitionSpec(None, "device")):
+        check_save(by_process, spec, whole=True)
+    for spec in (PartitionSpec("process"), PartitionSpec("device", "process")):
+        check_save(by_process, spec, whole=False)
+    xferlib_jax.close()
 
     uneven = NamedSharding(Mesh(devices.ravel()[:3], ("x",)), PartitionSpec("x"))
     with pytest.raises(ValueError, match="cannot be told from the data of one"):
