@@ -28,7 +28,7 @@ from xferlib_jax._spread import local_devices_of
 from xferlib_jax._stagers import Device, Hold, given, hold
 from xferlib_jax._trees import with_records
 
-__all__ = ["ShardedPrefetch", "checked_devices", "prefetch", "prefetch_to_device"]
+__all__ = ["ShardedPrefetch", "check_platform", "checked_devices", "prefetch", "prefetch_to_device", "refuse_finalizers"]
 
 Stagers: TypeAlias = Sequence[xferlib.Stager] | None
 
@@ -75,7 +75,7 @@ def prefetch(
     """
     if isinstance(batches, jax.sharding.Sharding | jax.Device):
         raise TypeError(f"batches is {batches!r}: expected an iterable of batches. The sharding comes second")
-    _refuse_finalizers()
+    refuse_finalizers()
     devices = _devices_of(sharding)
     held = hold(devices, keep=True) if stagers is None else given(stagers, devices)
     if rewrites is None:
@@ -159,7 +159,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
         return map(call, repeat(self.__next__))
 
     def __next__(self) -> TreeT_co:
-        _refuse_finalizers()
+        refuse_finalizers()
         try:
             return next(self._loop)
         except StopIteration:
@@ -179,7 +179,7 @@ class ShardedPrefetch(Generic[TreeT_co]):
         self.close()
 
 
-def _refuse_finalizers() -> None:
+def refuse_finalizers() -> None:
     """Raise `CapabilityError` in a finalizer that the collector runs, where JAX may not be called."""
     if not FINALIZERS and collects():
         raise xferlib.CapabilityError(f"backend 'jax' {NO_FINALIZERS}")

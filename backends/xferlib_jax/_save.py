@@ -14,7 +14,7 @@ import jax
 
 import xferlib
 from xferlib_jax import _arrays
-from xferlib_jax._prefetch import check_platform
+from xferlib_jax._prefetch import check_platform, refuse_finalizers
 from xferlib_jax._stagers import Device, Hold, given, hold
 from xferlib_jax._trees import with_records
 
@@ -54,6 +54,7 @@ def save(
 
     Raises as `xferlib.save`, `ValueError` for arrays of which this process has not every part, and as `xferlib.stager`.
     """
+    refuse_finalizers()
     devices = _devices_of(tree)
     held = hold(devices, keep=True) if stagers is None else given(stagers, devices)
     arrays = _Arrays(held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,8 +51,9 @@ def test_finalizers_that_transfer_run_at_any_allocation(call: str, act: str, sta
 
 
 @pytest.mark.skipif(FINALIZERS, reason="finalizers may call JAX here")
-def test_loops_over_devices_are_refused_in_finalizers_and_go_on_behind_them(stager: Stager) -> None:
+def test_what_is_over_devices_is_refused_in_finalizers_and_goes_on_behind_them(stager: Stager, tmp_path: Path) -> None:
     sharding = SingleDeviceSharding(jax.local_devices()[0])
+    array = jax.device_put(np.zeros(3, np.float32), sharding)
     told: list[str] = []
 
     class Garbage:
@@ -69,7 +71,9 @@ def test_loops_over_devices_are_refused_in_finalizers_and_go_on_behind_them(stag
         assert next(loop)[0] == 0
         Garbage(lambda: next(loop))
         Garbage(lambda: xferlib_jax.prefetch([np.zeros(3, np.float32)], sharding, stagers=[stager]))
+        # Before it looks at stagers, or asks JAX anything.
+        Garbage(lambda: xferlib_jax.save(tmp_path / "a.npy", array, stagers=[]))
         gc.collect()
-        assert len(told) == 2
+        assert len(told) == 3
         assert all("in a finalizer that the garbage collector runs" in words for words in told)
         assert [batch[0] for batch in loop] == [1, 2]
