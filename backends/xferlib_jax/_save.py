@@ -13,10 +13,11 @@ from typing import Any, TypeAlias, final
 import jax
 
 import xferlib
+from xferlib.tree import trees_of
 from xferlib_jax import _arrays
+from xferlib_jax._cpu import CpuStager
 from xferlib_jax._prefetch import check_platform, refuse_finalizers
 from xferlib_jax._stagers import Device, Hold, given, hold
-from xferlib_jax._trees import with_records
 
 __all__ = ["save"]
 
@@ -47,7 +48,7 @@ def save(
 
     - `memory`: for all devices together.
     - `snapshot`: each device copies what is read from it. Where one has no room for that, `Save.held_nbytes` is not 0.
-    - `stagers`: the caller's own, one for each device, to be kept open until the save has ended. Without it the process's shared
+    - `stagers`: the caller's own, one for each device; to close one waits until all is read. Without it the process's shared
       stagers are used, as `prefetch` says.
 
     Under `jax.distributed` a process that saves needs every part of each array on devices of its own.
@@ -64,7 +65,9 @@ def save(
 def _devices_of(tree: Any) -> list[Device]:
     """Return the local devices that have a part of the tree; where it has no arrays, one that will say so."""
     found: dict[Device, None] = {}
-    for leaf in jax.tree.leaves(with_records(tree)):
+    # Of its class: it is asked only for its trees, which are those of every stager of JAX.
+    trees = trees_of(CpuStager)  # type: ignore[arg-type]
+    for leaf in trees.arrays(tree)[0]:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             found |= dict.fromkeys(leaf.sharding.addressable_devices)
     local = jax.local_devices()

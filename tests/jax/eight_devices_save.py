@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import threading
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,24 @@ def test_arrays_may_be_of_one_device_or_of_some_or_as_a_step_leaves_them(tmp_pat
     assert saved(tmp_path / "a.safetensors", tree) == gathered(tmp_path, tree)
     saved(tmp_path / "a.safetensors", {"one": tree["one"]}, stagers=[stagers[6]])
     assert pulled(stagers) == [0] * 6 + [tree["one"].nbytes, 0]
+
+
+@dataclasses.dataclass
+class State:
+    """Which JAX does not take apart by itself."""
+
+    weights: Any
+    queue: Any
+    step: int
+
+
+def test_trees_are_those_of_other_saves(tmp_path: Path) -> None:
+    state = State({"w": jax.device_put(random((8, 8)), over("a", "b"))}, deque([jax.device_put(random((3,)), jax.devices()[7])]), 3)
+    saved(tmp_path / "a.safetensors", {"state": state})
+    found = xferlib_jax.load(tmp_path / "a.safetensors", over())
+    assert sorted(found) == ["state.queue.0", "state.weights.w"]
+    assert np.array_equal(np.asarray(found["state.weights.w"]), random((8, 8)))
+    assert np.array_equal(np.asarray(found["state.queue.0"]), random((3,)))
 
 
 def test_layouts_of_other_orders_are_saved_in_c_order(tmp_path: Path) -> None:
