@@ -11,7 +11,9 @@ import itertools
 import math
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from xferlib.files import outcome, regions, sharded, writing
 from xferlib.files.sharded import ShardedReader
 from xferlib.files.temporary import BORDER, TemporaryFile
 from xferlib.memory.arrays import address_of
+from xferlib.pending import Reading
 from xferlib.stager import Stager
 
 Cuts = Mapping[int, tuple[tuple[int, ...], ...]]
@@ -36,7 +39,7 @@ Cuts = Mapping[int, tuple[tuple[int, ...], ...]]
 class Cut:
     """What knows the shards of arrays: each is cut along its axes, and its boxes go to the stagers in turn.
 
-    `cuts`: by the identity of an array, where its axes are cut; of others the whole is one shard.
+    `cuts`: by the identity of an array, where its axes are cut; others are shards themselves.
     """
 
     def __init__(self, stagers: list[Stager], cuts: Cuts | None = None) -> None:
@@ -49,7 +52,9 @@ class Cut:
     def shards(self, array: Any) -> list[tuple[Stager, Any, tuple[int, ...]]]:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"expected an array, got {array!r}")
-        cuts = self.cuts.get(id(array), ((),) * array.ndim)
+        if id(array) not in self.cuts:
+            return [(next(self._turns), array, (0,) * array.ndim)]
+        cuts = self.cuts[id(array)]
         axes = [itertools.pairwise([0, *cut, length]) for cut, length in zip(cuts, array.shape, strict=True)]
         boxes = itertools.product(*axes)
         return [
@@ -162,6 +167,8 @@ def test_what_is_laid_out_is_written_past_the_cache_too(
     except OSError:
         pytest.skip("this file system has no direct writes")
     (tmp_path / "probe").unlink()
+    array = bits((2000, 301), np.dtype(np.uint16))
+    want = whole(tmp_path, "a.npy", array)
     monkeypatch.setattr("xferlib.files.temporary._lies_in_memory", lambda descriptor: False)
     monkeypatch.setattr("xferlib.files.writing.DIRECT_FROM_NBYTES", 100_000)
     empty = ByteReader.empty
@@ -174,10 +181,7 @@ def test_what_is_laid_out_is_written_past_the_cache_too(
         return rest, end
 
     monkeypatch.setattr(TemporaryFile, "_written_directly", noted)
-    array = bits((2000, 301), np.dtype(np.uint16))
-    assert saved(tmp_path / "a.npy", array, Cut(stagers, {id(array): ((), (100, 200))}), memory=400_000) == whole(
-        tmp_path, "a.npy", array
-    )
+    assert saved(tmp_path / "a.npy", array, Cut(stagers, {id(array): ((), (100, 200))}), memory=400_000) == want
     assert sum(written) > array.nbytes - 2 * BORDER
 
 
@@ -197,8 +201,21 @@ def test_memory_is_that_of_all_stagers_in_turn_or_of_one_that_has_room(tmp_path:
         reader.empty(64 * MIB, wait=False)
     with pytest.raises(xferlib.AllocationError):
         reader.empty(64 * MIB)
+    del kept, some
+    # Where none has room, one waits for what will be free.
+    backends: list[Any] = [stager.backend for stager in stagers]
+    with ExitStack() as held_up:
+        for stager, backend in zip(stagers, backends, strict=True):
+            stager.trim()
+            gate = held_up.enter_context(held(backend.d2h))
+            stager.get(arrays[0], out=stager.empty_pinned(64 * MIB, np.uint8)[:100])
+        emptying = on_thread(lambda: reader.empty(MIB))
+        with pytest.raises(TimeoutError):
+            emptying.result(0.05)
+        gate.set()
+        held_up.close()
+        emptying.result(20)
     reader.close()
-    del kept
     # No more is taken than half of the smallest limit.
     with xferlib.stager("host", pinned_limit=2 * MIB) as small:
         array = bits((8 * MIB,), np.dtype(np.uint8))
@@ -342,9 +359,75 @@ def test_what_is_refused_at_the_call_leaves_nothing(tmp_path: Path, stagers: lis
     with pytest.raises(xferlib.ClosedError):
         xferlib.save(tmp_path / "a.npy", array, arrays)
     assert arrays.released == 1
+    with pytest.raises(xferlib.ClosedError) as refused:
+        xferlib.save(tmp_path / "a.npy", array, arrays)
+    # Also as long as somebody has the error, and all that its frames hold.
+    for stager in stagers:
+        assert not stager._ledger.jobs.readings
+    del refused
     with pytest.raises(TypeError, match="expected an array, got NotImplemented") as caught:
         xferlib.save(tmp_path / "a.safetensors", {"a": array, "b": [NotImplemented]}, Cut(stagers))
     assert caught.value.__notes__ == ["at tree.b[0]"]
+
+
+def test_a_piece_is_copied_by_those_that_have_a_part_of_it(stagers: list[Stager]) -> None:
+    array = bits((30, 6), np.dtype(np.uint8))
+    reader = ShardedReader(Cut(stagers, {id(array): ((10, 20), ())}), array, snapshot=False)
+    memory = reader.empty(array.nbytes)
+    for front, end, copies in ((0, 60, 1), (60, 120, 1), (59, 60, 1), (59, 61, 2), (30, 130, 3)):
+        read = reader.read_row(np.array([0]), front, end - front, memory)
+        assert len(read.transfers) == copies
+        assert read.result().tobytes() == array.tobytes()[front:end]
+    reader.close()
+
+
+def test_a_put_into_what_is_read_waits_on_any_thread(
+    tmp_path: Path, stagers: list[Stager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on the one that has called: others are to read."""
+    arrays = [stager.put(np.zeros(MIB, np.uint8), borrow=True).result() for stager in stagers]
+    with held_writes(monkeypatch) as gate:
+        save = xferlib.save(tmp_path / "a.safetensors", arrays, Cut(stagers), memory=50_000)
+        asked = threading.Event()
+        wait = Reading.wait
+
+        def noted(self: Reading) -> None:
+            asked.set()
+            wait(self)
+
+        def open_when_asked() -> None:
+            asked.wait(20)
+            gate.set()
+
+        monkeypatch.setattr(Reading, "wait", noted)
+        on_thread(open_when_asked)
+        stagers[2].put(np.ones(MIB, np.uint8), into=arrays[2]).result()
+        assert asked.is_set()
+    assert not any(save.result(60).read_bytes()[-MIB:])
+    assert arrays[2].all()
+
+
+def test_threads_are_known_as_readers_of_all_stagers_while_they_read(stagers: list[Stager]) -> None:
+    """A finalizer there is not to wait for them."""
+    reader = ShardedReader(Cut(stagers), [bits((3,), np.dtype(np.uint8)) for _ in stagers], snapshot=False)
+    reader.hand_over()
+    reader.join()
+    assert all(stager._ledger.jobs.reads_here for stager in stagers)
+    reader.leave()
+    assert not any(stager._ledger.jobs.reads_here for stager in stagers)
+    reader.close()
+
+
+def test_what_was_read_is_held_by_nobody(tmp_path: Path, stagers: list[Stager], monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [stager.put(np.zeros(1000, np.uint8)).result() for stager in stagers]
+    with held_writes(monkeypatch) as gate:
+        save = xferlib.save(tmp_path / "a.safetensors", arrays, Cut(stagers))
+        save.wait_read(5)
+        gone = [weakref.ref(array) for array in arrays]
+        del arrays
+        assert until(lambda: not any(array() is not None for array in gone))
+        gate.set()
+    save.result(20)
 
 
 def test_a_release_that_fails_is_no_failure_of_the_save(
@@ -417,6 +500,19 @@ def test_an_interrupt_at_any_point_leaves_nothing(
             assert np.load(path).tobytes() == array.tobytes()
     assert until(lambda: not outcome._under_way)
     assert point > (100 if by_itself else 30)
+
+
+def test_an_interrupt_before_a_thread_begins_lets_the_stagers_go(
+    tmp_path: Path, stagers: list[Stager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_early(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "start_new_thread", too_early)
+    arrays = Cut(stagers)
+    with pytest.raises(KeyboardInterrupt):
+        xferlib.save(tmp_path / "a.npy", np.arange(3), arrays)
+    assert arrays.released == 1
 
 
 def test_thousands_of_small_shards_are_worked_on_in_turns(

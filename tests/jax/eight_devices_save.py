@@ -265,6 +265,8 @@ class Remote:
 
 def test_parts_that_other_processes_have_are_refused_unless_this_one_has_them_too(stagers: tuple[Stager, ...]) -> None:
     arrays = _save._Arrays(_stagers.given(stagers, jax.devices()))
+    with pytest.raises(ValueError, match="process 0 cannot read them"):
+        arrays._places(Remote(over("a"), 0), (0, 4))
     for local, spec, right in ((4, ("b",), True), (4, ("a",), False), (3, ("b",), False), (1, (), True), (0, (), False)):
         remote = Remote(over(*spec), local)
         if right:

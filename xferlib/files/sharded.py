@@ -102,7 +102,6 @@ class ShardedReader:
         self.described: list[Alike] = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.described]
         self._arrays: ShardedArrays | None = arrays
-        self._is_closed = False
         readers: dict[int, ByteReader] = {}
         self._readers = readers.values()
         try:
@@ -168,10 +167,10 @@ class ShardedReader:
             reader.leave()
 
     def let_go(self) -> None:
-        """Let go of arrays whose copies are done, and behind `close` of the stagers, too."""
+        """Let go of the arrays, and of their stagers. Called behind `close`, when nothing is under way."""
         for reader in self._readers:
             reader.let_go()
-        if self._is_closed and self._arrays is not None:
+        if self._arrays is not None:
             # What goes wrong as they are closed is nothing of what was read.
             with suppress(XferError):
                 self._arrays.release()
@@ -180,7 +179,6 @@ class ShardedReader:
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
-        self._is_closed = True
 
 
 @final

@@ -360,6 +360,7 @@ AREAS = {
             **{
                 f"_{name}.py": ("tests/jax/test_jax_sharded.py",) for name in ("sharded", "spread", "prefetch", "stagers", "gather")
             },
+            "_save.py": ("tests/jax/test_jax_files.py", "tests/jax/test_jax_finalizers.py"),
         },
         # What only CUDA runs, and the suite's hooks.
         but=tuple(f"*/{name}.py" for name in (*JAX_ON_CUDA, "conformance", "workload", "diagnosis", "_probe")),

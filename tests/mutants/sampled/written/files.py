@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SAVE, TEMPORARY, FORMATS, NAMES, LOAD = (f"xferlib/files/{name}.py" for name in ("save", "temporary", "formats", "names", "load"))
 WRITING, PLAN, SERIES, READERS = (f"xferlib/files/{name}.py" for name in ("writing", "plan", "series", "readers"))
-OUTCOME, PACE = "xferlib/files/outcome.py", "xferlib/files/pace.py"
+OUTCOME, PACE, REGIONS, SHARDED = (f"xferlib/files/{name}.py" for name in ("outcome", "pace", "regions", "sharded"))
 READER, LEDGER, PENDING, H2D = (f"xferlib/{name}.py" for name in ("byte_reader", "ledger", "pending", "h2d"))
 
 MUTANTS = [
@@ -17,6 +17,52 @@ MUTANTS = [
     (READER, "starts[:1] += skipped", "pass"),
     (READER, "sizes[-1:] -= sizes.sum() - nbytes", "pass"),
     (READER, "        self._unread[arrays] -= sizes\n", ""),
+    (SAVE, "            stager.release()\n", "            pass\n"),
+    (SAVE, 'if not hasattr(stager, "shards"):', "if False:"),
+    (REGIONS, "            if index < start:\n                return found\n", ""),
+    (REGIONS, "return found + extent * own_step", "return found"),
+    (REGIONS, "inner.extent == length or extent == 1", "inner.extent == length"),
+    (REGIONS, "start=first * length + inner.start", "start=first * length"),
+    (REGIONS, "inner.own_step * inner.extent", "inner.own_step * length"),
+    (REGIONS, "            taken += math.prod(counts) * length\n", ""),
+    (REGIONS, "            turn.end_if_long()\n", ""),
+    (REGIONS, "    if first < head * own:\n", "    if False:\n"),
+    (REGIONS, "    if tail * own < last:\n", "    if False:\n"),
+    (SHARDED, '                error.add_note(f"at {path(self.spec, index)}")\n', ""),
+    (SHARDED, "            self.close()\n            raise", "            raise"),
+    (SHARDED, "self.snapshot = all(", "self.snapshot = any("),
+    (SHARDED, "stager.reader(of_stager[id(stager)], snapshot=snapshot)", "stager.reader(of_stager[id(stager)])"),
+    (SHARDED, "return next(self._turns).empty(nbytes, wait=wait)", "return next(self._turns).empty(nbytes, wait=False)"),
+    (SHARDED, "        for _ in self._readers:\n            with", "        for _ in [0]:\n            with"),
+    (SHARDED, "itertools.cycle(list(self._readers))", "itertools.repeat(next(iter(self._readers)))"),
+    (
+        SHARDED,
+        "        except BaseException:\n            read.wait()\n            raise",
+        "        except BaseException:\n            raise",
+    ),
+    (SHARDED, "                if first < last:\n", "                if True:\n"),
+    (SHARDED, "            reader.hand_over()\n", "            pass\n"),
+    (SHARDED, "            reader.join()\n", "            pass\n"),
+    (SHARDED, "            reader.leave()\n", "            pass\n"),
+    (SHARDED, "            reader.let_go()\n", "            pass\n"),
+    (SHARDED, "            reader.close()\n", "            pass\n"),
+    (SHARDED, "                self._arrays.release()\n", "                pass\n"),
+    (
+        SHARDED,
+        "            with suppress(XferError):\n                self._arrays",
+        "            if True:\n                self._arrays",
+    ),
+    (SHARDED, "        self.wait()\n", ""),
+    (SHARDED, "begin = (address_of(memory) - address_of(more)) % BORDER", "begin = 0"),
+    (SHARDED, "            if one.region.offset is None:\n                return None\n", "            return None\n"),
+    (SHARDED, "if len(copies) == len(found) or len(copies)", "if len(copies)"),
+    (SHARDED, " or len(copies) * WORTH_A_COPY <= nbytes else", " else"),
+    (SHARDED, "            turn.end_if_long()\n        return found", "        return found"),
+    (
+        WRITING,
+        "                self._reader.close()\n                self._reader.let_go()\n",
+        "                self._reader.close()\n",
+    ),
     (READER, "arrays[self._unread[arrays] == 0]", "arrays"),
     (PACE, "if self._weight < LEAST_WEIGHT:", "if False:"),
     (WRITING, "            finally:\n                self._pace.reads.put(None)\n", "            finally:\n                pass\n"),

@@ -4,15 +4,42 @@
 
 from __future__ import annotations
 
-CPU, ENGINE, PROMISE, READING, MEMORY, ARRAYS, SHARDED, SPREAD, STAGERS, PREFETCH, GATHER, IMPORTS, UNPACK, CAPSULE, COPIES = (
+(
+    CPU,
+    ENGINE,
+    PROMISE,
+    READING,
+    MEMORY,
+    ARRAYS,
+    SHARDED,
+    SPREAD,
+    STAGERS,
+    PREFETCH,
+    GATHER,
+    IMPORTS,
+    UNPACK,
+    CAPSULE,
+    COPIES,
+    SAVE,
+) = (
     f"backends/xferlib_jax/{name}.py"
     for name in (
         *("_cpu", "_engine", "_promise", "_reading", "_memory", "_arrays", "_sharded", "_spread", "_stagers", "_prefetch"),
-        *("_gather", "_imports", "_unpack", "_capsule", "_copies"),
+        *("_gather", "_imports", "_unpack", "_capsule", "_copies", "_save"),
     )
 )
 
 MUTANTS = [
+    (SAVE, "device = min(devices, key=self._nbytes.__getitem__)", "device = devices[0]"),
+    (SAVE, "            self._nbytes[device] += _arrays.nbytes_of(shard)\n", ""),
+    (SAVE, "hold(devices, keep=True)", "hold(devices, keep=False)"),
+    (SAVE, "        self._held.release()\n", "        pass\n"),
+    (SAVE, "    refuse_finalizers()\n", ""),
+    (SAVE, "        _arrays.check_dtype(array.dtype)\n", ""),
+    (SAVE, "        _arrays.check_class(array)\n", ""),
+    (SAVE, "not places or len(places) *", "not places or 1 *"),
+    (SAVE, "not places or len(places)", "len(places)"),
+    (SAVE, "            found |= dict.fromkeys(leaf.sharding.addressable_devices)\n", ""),
     (
         CPU,
         "block.address + offset, shape, dtype, order=None, lease=lease)",
