@@ -30,7 +30,7 @@ from xferlib.tree import Alike, path, trees_of
 __all__ = ["ShardedArrays", "ShardedReader"]
 
 WORTH_A_COPY = 64 << 10
-"""Bytes, for each copy of a device beyond its first: with fewer, the CPU lays them out in less time than it starts the copies."""
+"""Bytes. If there are fewer for each copy, the CPU lays a piece out in less time than it starts them; but one for each device."""
 
 Shard: TypeAlias = tuple[Stager, Any, tuple[int, ...]]
 """Whose device has it, the array that it is there, and the index of its first item in the whole."""
@@ -222,6 +222,7 @@ class _ShardedRead:
 def _in_place(found: Mapping[ByteReader, list[_ShardBytes]], nbytes: int) -> list[_Copy] | None:
     """Return copies that bring everything to its place in a piece of so many bytes. None: it is to be laid out."""
     copies: list[_Copy] = []
+    most = max(len(found), nbytes // WORTH_A_COPY)
     for reader, some in found.items():
         end = None
         for one in some:
@@ -230,9 +231,11 @@ def _in_place(found: Mapping[ByteReader, list[_ShardBytes]], nbytes: int) -> lis
             place = one.where + one.region.offset + one.first
             if place != end:
                 copies.append((reader, place, []))
+                if len(copies) > most:
+                    return None
             copies[-1][2].append(one)
             end = place + one.nbytes
-    return copies if len(copies) == len(found) or len(copies) * WORTH_A_COPY <= nbytes else None
+    return copies
 
 
 def _packed(found: Mapping[ByteReader, list[_ShardBytes]]) -> list[_Copy]:

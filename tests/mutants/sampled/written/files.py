@@ -55,8 +55,9 @@ MUTANTS = [
     (SHARDED, "        self.wait()\n", ""),
     (SHARDED, "begin = (address_of(memory) - address_of(more)) % BORDER", "begin = 0"),
     (SHARDED, "            if one.region.offset is None:\n                return None\n", "            return None\n"),
-    (SHARDED, "if len(copies) == len(found) or len(copies)", "if len(copies)"),
-    (SHARDED, " or len(copies) * WORTH_A_COPY <= nbytes else", " else"),
+    (SHARDED, "most = max(len(found), nbytes // WORTH_A_COPY)", "most = nbytes // WORTH_A_COPY"),
+    (SHARDED, "most = max(len(found), nbytes // WORTH_A_COPY)", "most = len(found)"),
+    (SHARDED, "                if len(copies) > most:\n", "                if False:\n"),
     (SHARDED, "            turn.end_if_long()\n        return found", "        return found"),
     (
         WRITING,
