@@ -23,7 +23,7 @@ from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, note_reader
 from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.memory.idle_blocks import Streams
-from xferlib.packing import PackedRun, Packing, Packings
+from xferlib.packing import PackedBlock, Packing, Packings
 from xferlib.pageable_warning import PageableWarning
 from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
 from xferlib.sketch import sketched
@@ -107,26 +107,26 @@ class HostToDevice:
         if set(map(type, leaves)) != NUMPY:
             return None
         packing = self._packings.of_arrays(leaves)
-        run = packing.run
-        if run is None or not packing.dtypes <= self._dtypes or (borrow and run.nbytes >= BORROW_FROM_NBYTES):
+        packed = packing.packed
+        if packed is None or not packing.dtypes <= self._dtypes or (borrow and packed.nbytes >= BORROW_FROM_NBYTES):
             return None
         if not _are_outside(leaves):
             return None
         # The others are taken to be like the first: asking the driver for each would take longer than copying it. If one is
         # page-locked all the same, it is staged, which is correct, though a detour.
-        for leaf in leaves if packing.count < ASK_EACH_UNDER_LEAVES and run.largest > ASK_EACH_OVER_NBYTES else leaves[:1]:
+        for leaf in leaves if packing.count < ASK_EACH_UNDER_LEAVES and packed.largest > ASK_EACH_OVER_NBYTES else leaves[:1]:
             if self._address(leaf) is not None:
                 return None
-        if not borrow and self._warning.concerns(run.nbytes):
+        if not borrow and self._warning.concerns(packed.nbytes):
             self._warning.warn(leaves, spec, outside=True)
         if stream is not None:
             self._backend.check_stream(stream)
         streams: Streams = {}
         block, lease = self._blocks.lease(packing.sizes[0], streams)
-        event = self._staging.stage_run(run, block.address, leaves, lease)
+        event = self._staging.stage_packed(packed, block.address, leaves, lease)
         value = None
         if event is None:
-            event, value = self._by_engine(leaves, packing, run, (block, lease), spec)
+            event, value = self._by_engine(leaves, packing, packed, (block, lease), spec)
         try:
             if value is None:
                 value = self._made(packing, [(block, lease)], spec, event)
@@ -138,20 +138,20 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
-    def _by_engine(self, leaves: list[Array], packing: Packing, run: PackedRun, lease: Lease, spec: Spec) -> tuple[Event, Any]:
+    def _by_engine(self, leaves: list[Array], packing: Packing, packed: PackedBlock, lease: Lease, spec: Spec) -> tuple[Event, Any]:
         """Copy a tree of small pageable arrays by the engine. Return the event, and the tree of arrays; None: they are not made."""
         address = lease[0].address
         begun: list[Job] = []
         value = None
         try:
-            if self._staging.begin_run(run, address, leaves, begun, lease):
+            if self._staging.begin_packed(packed, address, leaves, begun, lease):
                 job = begun[0]
                 if job.event is not None and self._makes_meanwhile:
                     # The making takes as long as the copies.
                     value = self._made(packing, [lease], spec, job.event)
                 self._staging.end(job)
                 event = job.enqueued()
-                self._h2d.nbytes += run.nbytes
+                self._h2d.nbytes += packed.nbytes
             else:
                 sources: list[HostLeaf] = [(leaf, None) for leaf in leaves]
                 event = self._begin(packing.addresses([address]), sources, packing.numbers, lease, ())

@@ -18,7 +18,7 @@ from xferlib.memory.host import HostLeaf
 from xferlib.protocol import Place
 from xferlib.tree import Alike
 
-__all__ = ["PackedRun", "Packing", "Packings"]
+__all__ = ["PackedBlock", "Packing", "Packings"]
 
 PACK_UP_TO_NBYTES = 64 << 10
 """Leaves of one put up to this size share a device block; larger ones have their own, so keeping one keeps no other."""
@@ -30,7 +30,7 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, np.dt
 here."""
 
 
-class PackedRun(NamedTuple):
+class PackedBlock(NamedTuple):
     """Small leaves one after the other in one block, from its start, each at the next multiple of 256: one copy takes them all."""
 
     nbytes: int
@@ -80,10 +80,10 @@ class Packing:
         if shared_at >= 0:
             self.places[shared_at] = tuple(shared)
         # Now: what is made when it is first asked for is made under a lock in Python 3.11, which a fork would leave held.
-        self.run = self._run(leaves)
+        self.packed = self._packed(leaves)
         """All leaves, if they share one block and none of them is empty."""
 
-    def _run(self, leaves: Sequence[Alike]) -> PackedRun | None:
+    def _packed(self, leaves: Sequence[Alike]) -> PackedBlock | None:
         if len(self.sizes) != 1:
             return None
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in leaves]
@@ -98,7 +98,7 @@ class Packing:
         pieces = np.zeros((self.count, 4), np.uint64)
         pieces[:, 1], pieces[:, 2] = self._offsets, sizes
         extent = self._offsets[-1] + sizes[-1]
-        return PackedRun(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, pieces)
+        return PackedBlock(sum(sizes), extent, max(sizes), dtype, [kinds[gap] for gap in gaps] if any(gaps) else None, pieces)
 
     def addresses(self, blocks: Sequence[int]) -> list[int]:
         """Return each leaf's address, given the blocks'."""

@@ -11,7 +11,7 @@ import numpy as np
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.foreign import is_foreign
-from xferlib.packing import PackedRun
+from xferlib.packing import PackedBlock
 
 __all__ = ["Crossing", "Placed", "coalesced", "copy_in", "crossing_of"]
 
@@ -73,13 +73,13 @@ def coalesced(leaves: Sequence[Placed]) -> list[Crossing]:
     return crossings
 
 
-def crossing_of(run: PackedRun, address: int, arrays: Sequence[Array]) -> Crossing:
-    """Return the crossing that the arrays of a run make at an address. The bytes between them are overwritten."""
-    if run.dtype is None:
+def crossing_of(packed: PackedBlock, address: int, arrays: Sequence[Array]) -> Crossing:
+    """Return the crossing that the arrays of a packed block make at an address. The bytes between them are overwritten."""
+    if packed.dtype is None:
         arrays = list(map(_as_bytes, arrays))
-    if run.pads is not None:
-        arrays = list(chain.from_iterable(zip(arrays, run.pads, strict=True)))
-    return Crossing(address, run.extent, arrays, run.dtype)
+    if packed.pads is not None:
+        arrays = list(chain.from_iterable(zip(arrays, packed.pads, strict=True)))
+    return Crossing(address, packed.extent, arrays, packed.dtype)
 
 
 def copy_in(crossing: Crossing, into: Array) -> None:

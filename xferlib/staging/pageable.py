@@ -25,7 +25,7 @@ from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, piec
 from xferlib.memory.blocks import ALIGNMENT, PAGE
 from xferlib.memory.foreign import file_of
 from xferlib.memory.pinned_pool import PinnedPool
-from xferlib.packing import PackedRun
+from xferlib.packing import PackedBlock
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_BUFFER_NBYTES, BounceBuffers
 from xferlib.staging.coalesce import Crossing, Placed, coalesced, crossing_of
@@ -108,19 +108,20 @@ class Staging:
             raise
         return None
 
-    def stage_run(self, run: PackedRun, address: int, arrays: Sequence[Array], target: object) -> Event | None:
-        """Start the copy of the pageable arrays of a run, to this address. They are free on return, and the bytes between them are
-        overwritten. None: they are too many for the caller to copy, and nothing was started.
+    def stage_packed(self, packed: PackedBlock, address: int, arrays: Sequence[Array], target: object) -> Event | None:
+        """Start the copy of the pageable arrays of a packed block, to this address. They are free on return.
+
+        The bytes between them are overwritten. None: they are too many for the caller to copy, and nothing was started.
 
         `target`: see `BounceBuffers`.
         """
-        if run.extent > self._bounce_nbytes or run.extent > self._piece_nbytes:
+        if packed.extent > self._bounce_nbytes or packed.extent > self._piece_nbytes:
             return None
         self._count(len(arrays))
-        return self._bounce(crossing_of(run, address, arrays), run.nbytes, (), target)
+        return self._bounce(crossing_of(packed, address, arrays), packed.nbytes, (), target)
 
-    def begin_run(self, run: PackedRun, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
-        """Have the engine begin with what `stage_run` does. False: it cannot read these arrays, and nothing was started.
+    def begin_packed(self, packed: PackedBlock, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
+        """Have the engine begin with what `stage_packed` does. False: it cannot read these arrays, and nothing was started.
 
         `end` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before it is started.
         `target`: see `stage`.
@@ -129,11 +130,11 @@ class Staging:
         if hosts is None:
             return False
         self._count(len(arrays))
-        copied = run.pieces.copy()
+        copied = packed.pieces.copy()
         copied[:, 0] = hosts
         copied[:, 1] += np.uint64(address)
         begun.append(self._job(arrays, target))
-        self._start(self._lanes[H2D], begun[0], copied, run.nbytes, 1)
+        self._start(self._lanes[H2D], begun[0], copied, packed.nbytes, 1)
         return True
 
     def end(self, job: Job) -> None:
