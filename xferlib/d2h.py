@@ -37,7 +37,7 @@ MOST_DTYPES = 64
 
 
 class _Together(NamedTuple):
-    """Results that share a piece of memory: its bytes, and for each result its index and its offset in there."""
+    """Results that share pinned memory: its bytes, and for each result its index and its offset in there."""
 
     nbytes: int
     indices: list[int]

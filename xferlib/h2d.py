@@ -406,7 +406,7 @@ class HostToDevice:
         target: object,
         overwritten: Sequence[Source],
     ) -> Event:
-        """Start copies. `blocks`: for each leaf, the number of the piece of memory that its address is in.
+        """Start copies. `blocks`: for each leaf, the number of the block that its address is in.
 
         `target` is kept if nobody can say when they end. `overwritten`: memory of the caller's.
         """

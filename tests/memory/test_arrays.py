@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xferlib.memory.arrays import address_of, check_dtype, extent, host_array, pieces
+from xferlib.memory.arrays import address_of, check_dtype, extent, host_array, split
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_subclasses_are_seen_as_plain_arrays() -> None:
 @pytest.mark.parametrize("shape", [(1000,), (10, 100), (3, 7, 50), (1, 1000), (1000, 1)])
 def test_pieces_cover_the_array_in_c_order(shape: tuple[int, ...]) -> None:
     array = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
-    found = list(pieces(array, 128))
+    found = list(split(array, 128))
     assert max(piece.nbytes for piece in found) <= 128
     assert np.concatenate([piece.ravel() for piece in found]).tolist() == array.ravel().tolist()
     assert all(np.shares_memory(piece, array) for piece in found)
@@ -102,15 +102,15 @@ WHOLE = np.arange(24 * 30 * 7, dtype=np.uint16).reshape(24, 30, 7)
     ],
 )
 def test_pieces_of_a_view_that_is_not_contiguous_are_bounded_too(array: np.ndarray[Any, Any], nbytes: int) -> None:
-    found = list(pieces(array, nbytes))
+    found = list(split(array, nbytes))
     assert max(piece.nbytes for piece in found) <= nbytes
     assert np.concatenate([piece.ravel() for piece in found]).tolist() == array.ravel().tolist()
     assert all(np.shares_memory(piece, array) for piece in found)
 
 
 def test_an_item_is_not_cut() -> None:
-    assert [piece.tolist() for piece in pieces(np.arange(3.0), 4)] == [[0], [1], [2]]
-    assert [piece.shape for piece in pieces(np.array(3.0), 4)] == [()]
+    assert [piece.tolist() for piece in split(np.arange(3.0), 4)] == [[0], [1], [2]]
+    assert [piece.shape for piece in split(np.array(3.0), 4)] == [()]
 
 
 def test_the_extent_of_an_array_is_that_of_all_its_elements() -> None:

@@ -16,7 +16,7 @@ from tests.core.fakes import Gated, held, off_main, on_thread, succeeds, tampere
 from xferlib.memory.blocks import PAGE
 from xferlib.memory.pinned_pool import KEPT_SHARE, LARGE_FROM_NBYTES
 from xferlib.staging.bounce import BUFFERS as SIZES
-from xferlib.staging.bounce import COPY_PIECE_NBYTES, LARGEST_BUFFER_NBYTES
+from xferlib.staging.bounce import COPY_STEP_NBYTES, LARGEST_BUFFER_NBYTES
 from xferlib.staging.profile import StagingProfile
 
 BUFFER = min(SIZES)
@@ -145,11 +145,11 @@ def test_one_large_array_is_copied_by_the_device_while_the_cpu_copies_its_rest()
         backend.inner.copy_h2d(dst, src, nbytes)
 
     backend.copy_h2d = copy
-    odd = numbers(2 * COPY_PIECE_NBYTES).reshape(2, -1).T
+    odd = numbers(2 * COPY_STEP_NBYTES).reshape(2, -1).T
     with xferlib.stager(backend) as stager:
-        assert np.array_equal(stager.put(numbers(COPY_PIECE_NBYTES + 5)).result(), numbers(COPY_PIECE_NBYTES + 5))
+        assert np.array_equal(stager.put(numbers(COPY_STEP_NBYTES + 5)).result(), numbers(COPY_STEP_NBYTES + 5))
         assert np.array_equal(stager.put(odd).result(), odd)
-    assert copies == [COPY_PIECE_NBYTES, 5, 2 * COPY_PIECE_NBYTES]
+    assert copies == [COPY_STEP_NBYTES, 5, 2 * COPY_STEP_NBYTES]
 
 
 def test_blocks_whose_copies_are_done_are_used_again() -> None:

@@ -34,7 +34,7 @@ from xferlib.uninterrupted import uninterrupted
 __all__ = ["Lane", "Pieces", "start_threads", "usual_threads"]
 
 Pieces: TypeAlias = Sequence[tuple[int, int, int, int]] | np.ndarray[Any, np.dtype[np.uint64]]
-"""Each: host address, device address, bytes, and the number of its piece of device memory. As an array they take less time."""
+"""Each: host address, device address, bytes, and the number of its block of device memory. As an array they take less time."""
 
 USUAL_THREADS, MOST_THREADS = 6, 8
 """On an H100 machine eight threads copy up to 1.2 times as fast as six. There are more than six only if they are no more than half
@@ -165,7 +165,7 @@ class Lane:
     def feed(self, job: Job, nbytes: int, blocks: int) -> None:
         """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""
         # As many as it fills, so that all its copies can be in the stream before the first is done; and as many as earlier jobs
-        # have, since they keep theirs while they are held. To the device, a part ends where its piece of device memory ends.
+        # have, since they keep theirs while they are held. To the device, a part ends where its block of device memory ends.
         job.parts = -(-nbytes // self.nbytes) + blocks - 1
         goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
         if len(self._blocks) + len(self._growing) < goal:

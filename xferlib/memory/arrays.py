@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.ma import MaskedArray
 
-__all__ = ["Array", "address_of", "check_dtype", "extent", "host_array", "pieces"]
+__all__ = ["Array", "address_of", "check_dtype", "extent", "host_array", "split"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -91,18 +91,18 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
         raise TypeError(f"dtype {dtype} is not in native byte order. Convert it with array.astype({native!r})")
 
 
-def pieces(array: Array, nbytes: int) -> Iterator[Array]:
-    """Cut an array into views of at most `nbytes` bytes each (or one item), in C order."""
+def split(array: Array, nbytes: int) -> Iterator[Array]:
+    """Split an array into views of at most `nbytes` bytes each (or one item), in C order."""
     if array.nbytes <= nbytes or array.ndim == 0:
         yield array
         return
     if array.flags.c_contiguous:
         array = array.reshape(-1)
-    row = array.nbytes // len(array)
-    if row > nbytes and array.ndim > 1:
-        for part in array:
-            yield from pieces(part, nbytes)
+    row_nbytes = array.nbytes // len(array)
+    if row_nbytes > nbytes and array.ndim > 1:
+        for row in array:
+            yield from split(row, nbytes)
         return
-    step = max(1, nbytes // row)
+    step = max(1, nbytes // row_nbytes)
     for start in range(0, len(array), step):
         yield array[start : start + step]

@@ -44,7 +44,7 @@ class Usage(NamedTuple):
 
 @final
 class PoolRequest(NamedTuple):
-    """One piece of pinned memory that somebody asks for."""
+    """Pinned memory that somebody asks for."""
 
     size: int
     """Bytes, whole units of alignment."""

@@ -1,4 +1,4 @@
-"""Page-locking that nobody waits for: a daemon thread locks what tables have mapped, one piece of memory after another.
+"""Page-locking that nobody waits for: a daemon thread locks what tables have mapped, one segment after another.
 
 While the driver locks memory that is there, every launch of the process waits: some 30 to 60 ms for a GiB (seen on an H100 and an
 H200, driver 580). Whoever calls it again at once gets its lock before anybody else, so there is a pause after each call.

@@ -592,10 +592,10 @@ class PinnedPool(Table):
         why = "nothing is in flight that could free more" if waits else f"when_full={self.when_full!r} waits for nothing"
         if waits and is_copy_thread():
             why = "a finalizer on a thread that makes the copies waits for none"
-        in_pieces = self.used_nbytes + sum(list(self._reserved.values())) + nbytes <= self._arrays_limit
-        pieces = f" (and no piece of {in_words(nbytes)} is free between them)" if in_pieces else ""
+        fragmented = self.used_nbytes + sum(list(self._reserved.values())) + nbytes <= self._arrays_limit
+        gap = f" (and no piece of {in_words(nbytes)} is free between them)" if fragmented else ""
         return AllocationError(
-            f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}{pieces}, and {why}. "
+            f"pinned memory is full: {in_words(nbytes)} asked, {self._in_use()}{gap}, and {why}. "
             "Raise pinned_limit, lower the depth, drop pinned arrays, or close pins and shared rings"
         )
 

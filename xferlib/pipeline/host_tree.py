@@ -39,7 +39,7 @@ CLOSED = "this tree is closed. What was taken out of it before is still there"
 
 
 class _Group(NamedTuple):
-    """A group's home: arrays in one piece of pinned memory, and their shape as a tree."""
+    """A group's home: arrays that lie together in pinned memory, and their shape as a tree."""
 
     arrays: list[Array]
     spec: Spec

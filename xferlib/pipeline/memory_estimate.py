@@ -20,12 +20,12 @@ whose readers on the device are not done yet."""
 @final
 @dataclass(frozen=True)
 class Charge:
-    """One line of an estimate: so many pieces of so many bytes.
+    """One line of an estimate: so many batches, or other things, of so many bytes each.
 
     Attributes:
         memory: Where they lie.
         count: How many there are.
-        nbytes: Of one piece.
+        nbytes: Of one of them.
         what: What they are for, in words.
     """
 

@@ -22,7 +22,7 @@ from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
 from xferlib.pending import Fill
 from xferlib.protocol import Event, HostStager, Source
-from xferlib.staging.coalesce import Crossing, copy_in
+from xferlib.staging.coalesce import CoalescedCopy, copy_in
 
 __all__ = ["LARGEST_BUFFER_NBYTES", "BounceBuffers"]
 
@@ -41,7 +41,7 @@ LARGEST_BUFFER_NBYTES = max(BUFFERS)
 AT_ONCE_NBYTES = 64 << 10
 """So much is copied without giving up the interpreter: to get it back would take longer. Only out of memory of NumPy's own:
 other memory may have to be read from a disk."""
-COPY_PIECE_NBYTES = 256 << 10
+COPY_STEP_NBYTES = 256 << 10
 """So much of one large array is copied at a time: the device copies them while the CPU copies the next."""
 
 
@@ -66,13 +66,13 @@ class BounceBuffers:
 
     def __call__(
         self,
-        crossing: Crossing,
+        coalesced: CoalescedCopy,
         nbytes: int = 0,
         overwritten: Sequence[Source] = (),
         target: object = None,
         pinned: Sequence[Array] = (),
     ) -> Event:
-        """Start the copy of a crossing, and enter it as in flight; its arrays are free on return.
+        """Start a coalesced copy, and enter it as in flight; its arrays are free on return.
 
         `nbytes`: so many are counted; none if the caller counts them. `overwritten`: see `Entry.device`. `target` is kept, too, if
         nobody can say when the copy ends. `pinned`: arrays whose copies were started before, and are in flight until this one is
@@ -80,8 +80,8 @@ class BounceBuffers:
         """
         fills: list[Fill] = []
         try:
-            size, (address, memory, _, kept) = self._take(crossing.nbytes, fills)
-            self._start(crossing, address, memory)
+            size, (address, memory, _, kept) = self._take(coalesced.nbytes, fills)
+            self._start(coalesced, address, memory)
             # Whoever finds no buffer asks which copies are done with theirs.
             number, event = self._h2d.add(nbytes, pinned, overwritten, memory, looked=not pinned)[:2]
             if kept:
@@ -107,24 +107,24 @@ class BounceBuffers:
             buffers.clear()
         return found
 
-    def _start(self, crossing: Crossing, address: int, memory: Array) -> None:
-        """Copy the arrays of a crossing, and start its copy to the device."""
-        nbytes, arrays = crossing.nbytes, crossing.arrays
+    def _start(self, coalesced: CoalescedCopy, address: int, memory: Array) -> None:
+        """Copy the arrays into pinned memory, and start the copy from there to the device."""
+        nbytes, arrays = coalesced.nbytes, coalesced.arrays
         try:
             if len(arrays) > 1 or not arrays[0].flags.c_contiguous:
-                if crossing.foreign or (len(arrays) == 1 and is_foreign(arrays[0])):
+                if coalesced.foreign or (len(arrays) == 1 and is_foreign(arrays[0])):
                     self._copy_each(arrays, memory)
                 else:
-                    copy_in(crossing, memory[:nbytes])
-                self._copy_h2d(crossing.address, address, nbytes)
+                    copy_in(coalesced, memory[:nbytes])
+                self._copy_h2d(coalesced.address, address, nbytes)
                 return
             start = address_of(arrays[0])
             copy = self._copy_at_once if nbytes <= AT_ONCE_NBYTES and arrays[0].base is None else self._copy
-            for at in range(0, nbytes, COPY_PIECE_NBYTES):
-                piece = min(COPY_PIECE_NBYTES, nbytes - at)
-                if copy(address + at, start + at, piece, 0) != OK:
+            for at in range(0, nbytes, COPY_STEP_NBYTES):
+                step = min(COPY_STEP_NBYTES, nbytes - at)
+                if copy(address + at, start + at, step, 0) != OK:
                     raise _cut_off()
-                self._copy_h2d(crossing.address + at, address + at, piece)
+                self._copy_h2d(coalesced.address + at, address + at, step)
         finally:
             # As in `__call__`.
             del memory

@@ -13,13 +13,13 @@ from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.foreign import is_foreign
 from xferlib.packing import PackedBlock
 
-__all__ = ["Crossing", "Placed", "coalesced", "copy_in", "crossing_of"]
+__all__ = ["CoalescedCopy", "Placed", "coalesce", "copy_in", "packed_copy"]
 
 BYTES = np.dtype(np.uint8)
 _PADS = [np.zeros(nbytes, np.uint8) for nbytes in range(ALIGNMENT)]
 
 
-class Crossing(NamedTuple):
+class CoalescedCopy(NamedTuple):
     """A range of device memory, and the host arrays that lie in it one after the other, pads included."""
 
     address: int
@@ -37,18 +37,18 @@ class Placed(NamedTuple):
     address: int
     array: Array
     block: int
-    """Arrays with the same number lie in one piece of device memory. Two pieces may lie side by side, but no copy may span them."""
+    """Arrays with the same number lie in one block of device memory. Two blocks may lie side by side, but no copy may span them."""
 
 
-def coalesced(leaves: Sequence[Placed]) -> list[Crossing]:
-    """Join small arrays into as few crossings as possible, where they follow each other in one block.
+def coalesce(leaves: Sequence[Placed]) -> list[CoalescedCopy]:
+    """Join small arrays into as few copies as possible, where they follow each other in one block.
 
     The bytes between them, fewer than 256, are overwritten.
     """
     if len(leaves) == 1:
         ((address, array, _),) = leaves
-        return [Crossing(address, array.nbytes, (array,))]
-    crossings: list[Crossing] = []
+        return [CoalescedCopy(address, array.nbytes, (array,))]
+    copies: list[CoalescedCopy] = []
     arrays: list[Array] = []
     start = end = last = 0
     foreign = False
@@ -57,7 +57,7 @@ def coalesced(leaves: Sequence[Placed]) -> list[Crossing]:
         gap = address - end
         if not arrays or block != last or not 0 <= gap < ALIGNMENT:
             if arrays:
-                crossings.append(Crossing(start, end - start, arrays, None, len(arrays) > 1 and foreign))
+                copies.append(CoalescedCopy(start, end - start, arrays, None, len(arrays) > 1 and foreign))
             arrays, start, last, foreign = [], address, block, False
         elif gap:
             arrays.append(_PADS[gap])
@@ -69,25 +69,25 @@ def coalesced(leaves: Sequence[Placed]) -> list[Crossing]:
             arrays.append(_as_bytes(array))
         end = address + nbytes
     if arrays:
-        crossings.append(Crossing(start, end - start, arrays, None, len(arrays) > 1 and foreign))
-    return crossings
+        copies.append(CoalescedCopy(start, end - start, arrays, None, len(arrays) > 1 and foreign))
+    return copies
 
 
-def crossing_of(packed: PackedBlock, address: int, arrays: Sequence[Array]) -> Crossing:
-    """Return the crossing that the arrays of a packed block make at an address. The bytes between them are overwritten."""
+def packed_copy(packed: PackedBlock, address: int, arrays: Sequence[Array]) -> CoalescedCopy:
+    """Return the one copy that takes the arrays of a packed block to an address. The bytes between them are overwritten."""
     if packed.dtype is None:
         arrays = list(map(_as_bytes, arrays))
     if packed.pads is not None:
         arrays = list(chain.from_iterable(zip(arrays, packed.pads, strict=True)))
-    return Crossing(address, packed.extent, arrays, packed.dtype)
+    return CoalescedCopy(address, packed.extent, arrays, packed.dtype)
 
 
-def copy_in(crossing: Crossing, into: Array) -> None:
-    """Copy a crossing's arrays into bytes of its size."""
-    arrays = crossing.arrays
+def copy_in(coalesced: CoalescedCopy, into: Array) -> None:
+    """Copy the arrays one behind the other into bytes of that size."""
+    arrays = coalesced.arrays
     if len(arrays) > 1:
         # Without an axis arrays of any shapes, and of any layouts, are taken in C order.
-        np.concatenate(arrays, axis=None, out=into if crossing.dtype is None else into.view(crossing.dtype))
+        np.concatenate(arrays, axis=None, out=into if coalesced.dtype is None else into.view(coalesced.dtype))
         return
     (array,) = arrays
     np.copyto(into if array.dtype is BYTES and array.ndim == 1 else _shaped(into, array), array)

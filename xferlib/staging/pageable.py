@@ -21,14 +21,14 @@ from xferlib.engine.native import D2H, FINISHED, H2D, ISSUED, STAGED
 from xferlib.errors import XferError
 from xferlib.latch import is_copy_thread
 from xferlib.ledger import Ledger
-from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, pieces
+from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, extent, split
 from xferlib.memory.blocks import ALIGNMENT, PAGE
 from xferlib.memory.foreign import file_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.packing import PackedBlock
 from xferlib.protocol import Event, HostStager, Source, Stream
 from xferlib.staging.bounce import LARGEST_BUFFER_NBYTES, BounceBuffers
-from xferlib.staging.coalesce import Crossing, Placed, coalesced, crossing_of
+from xferlib.staging.coalesce import CoalescedCopy, Placed, coalesce, packed_copy
 from xferlib.staging.profile import StagingProfile, given_profile
 from xferlib.staging.small_gets import SmallGets
 
@@ -59,7 +59,7 @@ class Staging:
         room = max(PAGE, pool.limit // 2)
         self._bounce_nbytes = min(self.profile.hand_off_nbytes, room)
         # The caller copies so many bytes of a larger array at a time, while the device copies those before.
-        self._piece_nbytes = min(LARGEST_BUFFER_NBYTES, room)
+        self._split_nbytes = min(LARGEST_BUFFER_NBYTES, room)
         self._bounce = BounceBuffers(backend, pool, ledger)
         self._small_gets = SmallGets(backend, pool, ledger, self._bounce_nbytes)
         # A chunk is a share of the limit, so that each direction has several.
@@ -89,18 +89,18 @@ class Staging:
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
         if nbytes + (len(leaves) - 1) * ALIGNMENT <= self._bounce_nbytes:
-            crossings = [crossing for whole in coalesced(leaves) for crossing in self._cut(whole)]
+            copies = [copy for whole in coalesce(leaves) for copy in self._split(whole)]
             # Each is in flight before the next waits for room. The last is entered with what else the put copies, which saves an
             # event.
-            for crossing in crossings[:-1]:
-                self._bounce(crossing)
-            return self._bounce(crossings[-1], total, overwritten, target, pinned)
+            for copy in copies[:-1]:
+                self._bounce(copy)
+            return self._bounce(copies[-1], total, overwritten, target, pinned)
         whole = self._bounce_odd(leaves)
         if not whole:
             return None
         job = self._job(whole, target)
         try:
-            self._start(self._lanes[H2D], job, [_piece(leaf) for leaf in whole], nbytes, len({leaf.block for leaf in whole}))
+            self._start(self._lanes[H2D], job, list(map(_piece_of, whole)), nbytes, len({leaf.block for leaf in whole}))
             self.end(job)
         except BaseException:
             job.given_up = True
@@ -115,10 +115,10 @@ class Staging:
 
         `target`: see `BounceBuffers`.
         """
-        if packed.extent > self._bounce_nbytes or packed.extent > self._piece_nbytes:
+        if packed.extent > self._bounce_nbytes or packed.extent > self._split_nbytes:
             return None
         self._count(len(arrays))
-        return self._bounce(crossing_of(packed, address, arrays), packed.nbytes, (), target)
+        return self._bounce(packed_copy(packed, address, arrays), packed.nbytes, (), target)
 
     def begin_packed(self, packed: PackedBlock, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
         """Have the engine begin with what `stage_packed` does. False: it cannot read these arrays, and nothing was started.
@@ -164,10 +164,10 @@ class Staging:
         `overwritten`, `target`: see `BounceBuffers`.
         """
         nbytes = array.nbytes
-        if nbytes > self._piece_nbytes or nbytes > self._bounce_nbytes:
+        if nbytes > self._split_nbytes or nbytes > self._bounce_nbytes:
             return None
         self._count(1)
-        return self._bounce(_NEW(Crossing, (address, nbytes, (array,), None, False)), nbytes, overwritten, target)
+        return self._bounce(_NEW(CoalescedCopy, (address, nbytes, (array,), None, False)), nbytes, overwritten, target)
 
     def borrow(
         self, leaves: Sequence[Placed], *, until_started: object, beside: Sequence[Array], meanwhile: Callable[[], object]
@@ -186,7 +186,7 @@ class Staging:
             bounced = BorrowedCopy(None, self._ledger.h2d.add(nbytes, (), (), until_started).event)
             meanwhile()
             return bounced
-        listed = [_piece(leaf) for leaf in whole]
+        listed = list(map(_piece_of, whole))
         # Nobody borrows arrays of several files at once, so the first tells for all.
         file = file_of(whole[0].array)
         job = self._job(whole, until_started)
@@ -284,19 +284,19 @@ class Staging:
             if leaf.array.flags.c_contiguous and not is_copy_thread():
                 whole.append(leaf)
                 continue
-            for crossing in self._cut(Crossing(leaf.address, leaf.array.nbytes, (leaf.array,))):
-                self._bounce(crossing)
+            for copy in self._split(CoalescedCopy(leaf.address, leaf.array.nbytes, (leaf.array,))):
+                self._bounce(copy)
         return whole
 
-    def _cut(self, crossing: Crossing) -> Iterator[Crossing]:
-        """Cut a crossing that is one large array."""
-        if crossing.nbytes <= self._piece_nbytes or len(crossing.arrays) > 1:
-            yield crossing
+    def _split(self, copy: CoalescedCopy) -> Iterator[CoalescedCopy]:
+        """Split the copy of one large array."""
+        if copy.nbytes <= self._split_nbytes or len(copy.arrays) > 1:
+            yield copy
             return
-        address = crossing.address
-        for piece in pieces(crossing.arrays[0], self._piece_nbytes):
-            yield Crossing(address, piece.nbytes, (piece,))
-            address += piece.nbytes
+        address = copy.address
+        for array in split(copy.arrays[0], self._split_nbytes):
+            yield CoalescedCopy(address, array.nbytes, (array,))
+            address += array.nbytes
 
     def _wait_for_writers(self, job: Job) -> None:
         """Block until no earlier get writes memory of this one: a small get may overtake it."""
@@ -373,5 +373,5 @@ def _addresses(arrays: Sequence[Array]) -> list[int] | None:
         return [address_of(array) for array in arrays] if all(array.flags.c_contiguous for array in arrays) else None
 
 
-def _piece(leaf: Placed) -> tuple[int, int, int, int]:
+def _piece_of(leaf: Placed) -> tuple[int, int, int, int]:
     return address_of(leaf.array), leaf.address, leaf.array.nbytes, leaf.block

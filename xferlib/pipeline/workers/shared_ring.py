@@ -121,7 +121,7 @@ class SharedRing(Generic[TreeT_co]):
     """A ring of slots that worker processes fill: `for batch in ring.run(fill, tasks, workers=4): ...`.
 
     `spec` is the tree of one batch. At its leaves are arrays, anything else with a shape and a dtype, or pairs (shape, dtype).
-    All slots are one piece of anonymous shared memory, page-locked once where the backend can; elsewhere puts stage it.
+    All slots are in one anonymous mapping of shared memory, page-locked once where the backend can; elsewhere puts stage it.
     Workers start with the first run and stay for the next. A context manager; `close()` ends them.
     Tell a type checker what a batch is: `ring: SharedRing[Batch] = SharedRing(stager, spec)`.
 

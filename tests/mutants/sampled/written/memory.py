@@ -70,7 +70,7 @@ MUTANTS = [
     (HOST, "if type(base) is np.ndarray and base.base is None:", "if type(base) is np.ndarray:"),
     (HOST, " and not splits(address, nbytes) else None", " else None"),
     (HOST, "            if not array.flags.c_contiguous:\n                return None\n", ""),
-    (ARRAYS, "step = max(1, nbytes // row)", "step = -(-nbytes // row)"),
+    (ARRAYS, "step = max(1, nbytes // row_nbytes)", "step = -(-nbytes // row)"),
     (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
     (REGISTERED, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
     (REGISTERED, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),

@@ -11,8 +11,8 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 MUTANTS = [
     (
         "xferlib/staging/pageable.py",
-        "crossings[-1], total, overwritten, target, pinned)",
-        "crossings[-1], total, overwritten, target)",
+        "copies[-1], total, overwritten, target, pinned)",
+        "copies[-1], total, overwritten, target)",
     ),
     (
         PUTS,
