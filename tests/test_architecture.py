@@ -52,7 +52,7 @@ FLOORS = [
     {"xferlib.staging.bounce", "xferlib.staging.small_gets"},
     {"xferlib.staging.pageable"},
     {"xferlib.byte_reader"},
-    {"xferlib.d2h", "xferlib.h2d", "xferlib.parts"},
+    {"xferlib.d2h", "xferlib.h2d", "xferlib.resources"},
     {"xferlib.stager"},
     {f"xferlib.pipeline.{name}" for name in ("failed", "one_pass", "stacking", "unshared")},
     {

@@ -17,8 +17,8 @@ from xferlib.checks import flag, positive_nbytes, shorten
 from xferlib.debug import wanted
 from xferlib.errors import BackendUnavailableError, CapabilityError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
-from xferlib.parts import owns
 from xferlib.protocol import Capabilities, HostStager, Opener
+from xferlib.resources import owns
 from xferlib.stager import Stager
 from xferlib.staging.profile import StagingProfile, as_profile, given_profile
 from xferlib.workload import Workload

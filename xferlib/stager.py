@@ -1,4 +1,4 @@
-"""What users hold: `Stager` owns the parts, refuses what cannot be, translates errors and closes, the same for every backend.
+"""What users hold: `Stager` owns its resources, refuses what cannot be, translates errors and closes, the same for every backend.
 
 `h2d` and `d2h` start transfers. No framework and no copying of bytes belongs here.
 """
@@ -48,9 +48,9 @@ from xferlib.memory.pages import allocators
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.memory.registered import Pin, Pins
 from xferlib.pageable_warning import PageableWarning
-from xferlib.parts import Parts, before_closing, close_dropped
 from xferlib.protocol import Capabilities, HostStager
 from xferlib.reaper import close_later, closed_when_dropped, start_reaper
+from xferlib.resources import StagerResources, before_closing, close_dropped
 from xferlib.staging.pageable import Staging
 from xferlib.staging.profile import StagingProfile, as_profile
 from xferlib.stats import Stats
@@ -91,19 +91,19 @@ class Stager:
     ) -> None:
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
-        self._parts = parts = Parts(backend)
-        # First: whatever happens from here on, the parts that there are by then are given back.
-        self._ticket: object = closed_when_dropped(parts.close)
+        self._resources = resources = StagerResources(backend)
+        # First: whatever happens from here on, the resources that there are by then are given back.
+        self._ticket: object = closed_when_dropped(resources.close)
         self.backend = backend
-        self._failures = parts.failures
+        self._failures = resources.failures
         self._capabilities = backend.capabilities
         self._finalizers = self._capabilities.finalizers
-        # An interrupt between the making of a part and its entry would leave it in a table of its own for ever.
-        uninterrupted(self._make_parts, pinned_limit, device_limit, when_full, strict, staging, debug)
+        # An interrupt between the making of a resource and its entry would leave it in a table of its own for ever.
+        uninterrupted(self._make_resources, pinned_limit, device_limit, when_full, strict, staging, debug)
         # Only now does the stager own it: if the constructor does not come to its end, the backend stays open.
-        parts.owns_backend = True
+        resources.owns_backend = True
 
-    def _make_parts(
+    def _make_resources(
         self,
         pinned_limit: int | None,
         device_limit: int | None,
@@ -112,16 +112,16 @@ class Stager:
         staging: StagingProfile | str | None,
         debug: bool | None,
     ) -> None:
-        """Make the parts, or give back those that there are. On a thread that no interrupt comes to."""
-        backend, parts = self.backend, self._parts
+        """Make the resources, or give back those that there are. On a thread that no interrupt comes to."""
+        backend, resources = self.backend, self._resources
         with ExitStack() as undo:
             # Nothing was asked of them yet.
-            undo.callback(parts.give_back)
+            undo.callback(resources.give_back)
             # First: if something is refused below, the reaper takes care of what is dropped.
             start_reaper()
-            parts.ledger = self._ledger = ledger = Ledger(backend)
+            resources.ledger = self._ledger = ledger = Ledger(backend)
             memory = allocators(backend)
-            parts.pool = self._pool = pool = PinnedPool(
+            resources.pool = self._pool = pool = PinnedPool(
                 allocate=memory.allocate,
                 allocate_write_combined=memory.allocate_write_combined,
                 # Whoever is strict must never meet memory of ours that is not pinned.
@@ -132,16 +132,16 @@ class Stager:
                 when_full=when_full,
             )
             device_limit = None if device_limit is None else positive_nbytes(device_limit, "device_limit")
-            parts.blocks = self._blocks = DevicePool(backend, ledger, device_limit)
-            parts.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
+            resources.blocks = self._blocks = DevicePool(backend, ledger, device_limit)
+            resources.staging = self._staging = staged = Staging(backend, pool, ledger, as_profile(staging))
             pool.release = staged.release
-            parts.pins = self._pins = Pins(backend, ledger, pool)
+            resources.pins = self._pins = Pins(backend, ledger, pool)
             host = HostMemory(backend, pool)
             self._host = host
             self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(strict=strict))
-            parts.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
+            resources.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
             self._gets = DeviceToHost(backend, host, pool, staged, ledger)
-            parts.enter()
+            resources.enter()
             _live.add(self)
             forget_in_child(self)
             undo.pop_all()
@@ -465,12 +465,12 @@ class Stager:
         for wait in before_closing:
             wait()
         with self._closing:
-            if self._parts.closed or isinstance(self._refusal, BackendUnavailableError):
+            if self._resources.closed or isinstance(self._refusal, BackendUnavailableError):
                 return
             self._refusal = ClosedError(CLOSED)
             # If this is interrupted here, it may be called again; else the stager is closed when it is dropped.
             wait_for_callers(self, _CALLS, LEAVE_SECONDS)
-            self._parts.give_back()
+            self._resources.give_back()
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
@@ -487,8 +487,8 @@ class Stager:
     def __del__(self) -> None:
         # This only warns. The ticket does the closing, which an interrupt in here does not stop.
         # If the constructor was cut off, nobody has had the stager.
-        parts = self.__dict__.get("_parts")
-        if parts is None or not parts.owns_backend or self._refusal is not None or sys.is_finalizing():
+        resources = self.__dict__.get("_resources")
+        if resources is None or not resources.owns_backend or self._refusal is not None or sys.is_finalizing():
             return
         said = self._never_closed()
         # Finalizers that run beside this one may use it still.
@@ -541,7 +541,7 @@ os.register_at_fork(after_in_child=_live.clear)
 
 def open_stagers() -> list[Stager]:
     """Return the stagers of this process that are not closed. Any thread."""
-    return [stager for stager in _live if not stager._parts.closed]
+    return [stager for stager in _live if not stager._resources.closed]
 
 
 def _close_all() -> None:

@@ -294,7 +294,7 @@ def test_threads_of_ours_read_until_they_leave(stager: Stager) -> None:
     assert reader.read([Span(0, 4, 4)], reader.empty(4)).result().view(np.float32).tolist() == [1]
     reader.leave()
     reader.close()
-    assert until(lambda: stager._parts.closed)
+    assert until(lambda: stager._resources.closed)
 
 
 @pytest.mark.parametrize(

@@ -521,7 +521,7 @@ def test_a_failure_of_any_call_loses_no_view(name: str, failure: type[Exception]
 
 STAGER = (
     "xferlib/stager.py",
-    "xferlib/parts.py",
+    "xferlib/resources.py",
     "xferlib/registry.py",
     "xferlib/reaper.py",
     "xferlib/uninterrupted.py",

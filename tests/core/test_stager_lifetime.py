@@ -198,7 +198,7 @@ def test_a_backend_that_has_no_close_keeps_nothing_else_open() -> None:
     array = stager.empty_pinned(1000, np.uint8)
     with pytest.raises(LookupError, match="close"):
         stager.close()
-    assert stager._parts.ledger not in all_ledgers()
+    assert stager._resources.ledger not in all_ledgers()
     del array
     calls = backend.inner.memory.calls
     assert until(lambda: calls().pinned_allocations == calls().pinned_frees)
@@ -561,12 +561,12 @@ def test_close_waits_for_calls_that_are_inside(kind: str, monkeypatch: pytest.Mo
     assert until(lambda: stager._refusal is not None)
     with pytest.raises(TimeoutError):
         closing.result(0.1)
-    assert not stager._parts.closed
+    assert not stager._resources.closed
     gate.set()
     # On a thread with nothing above it, so that nobody but this test has the result.
     assert (calling.result(WATCHDOG) == values).all()
     closing.result(WATCHDOG)
-    assert stager._parts.closed
+    assert stager._resources.closed
     calls.clear()
     del device, out, source, calling
     gc.collect()

@@ -218,16 +218,16 @@ def test_a_hold_that_is_dropped_in_a_cycle_closes_its_stager_on_a_thread_of_its_
     (opened,) = first.stagers.values()
     assert second.stagers[device] is opened
     states: list[bool] = []
-    Cycle(lambda: states.append(opened._parts.closed), first)
+    Cycle(lambda: states.append(opened._resources.closed), first)
     del first
     gc.collect()
     assert states == [False]
     assert_same(opened.get(opened.put(words(1)).value).result(), words(1))
-    Cycle(lambda: states.append(opened._parts.closed), second)
+    Cycle(lambda: states.append(opened._resources.closed), second)
     del second
     gc.collect()
     assert states == [False, False]
-    eventually(lambda: opened._parts.closed)
+    eventually(lambda: opened._resources.closed)
     assert _stagers._SHARED._rows == {}
     assert _stagers._SHARED._watches == {}
 
@@ -240,9 +240,9 @@ def test_a_hold_that_is_released_is_let_go_of_once(stager: Stager) -> None:
     (opened,) = first.stagers.values()
     first.release()
     first.release()
-    assert not opened._parts.closed
+    assert not opened._resources.closed
     second.release()
-    assert opened._parts.closed
+    assert opened._resources.closed
 
 
 # Compiled functions that take trees apart.

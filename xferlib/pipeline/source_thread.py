@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from xferlib.forks import forget_in_child
 from xferlib.latch import Latch
-from xferlib.parts import before_closing
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
+from xferlib.resources import before_closing
 from xferlib.tickets import Alive
 from xferlib.tracing.log import LOG
 

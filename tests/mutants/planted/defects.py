@@ -175,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         "close does not wait",
-        "xferlib/parts.py",
+        "xferlib/resources.py",
         "            self.ledger.wait_all()\n",
         "            pass\n",
     ),

@@ -148,7 +148,7 @@ AREAS = {
             ),
             "/pageable_warning.py": (*core("pageable_warning"), *memory("pinned_pool_results")),
             "/registry.py": core("registry"),
-            "/parts.py": core("stager_lifetime", "registry", "reaper"),
+            "/resources.py": core("stager_lifetime", "registry", "reaper"),
             "/stager.py": (
                 *core("bad_input", "stager_put", "stager_get", "stager_lifetime"),
                 *memory("pinned_pool_policies"),

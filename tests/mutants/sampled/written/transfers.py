@@ -126,7 +126,7 @@ MUTANTS = [
         "            self._staging.release()\n            self._pool.trim()",
     ),
     (STAGER, "            self._pins.sweep()\n            self._ledger.reap()", "            self._ledger.reap()"),
-    ("xferlib/parts.py", "        uninterrupted(self._give_back)", "        self._give_back()"),
+    ("xferlib/resources.py", "        uninterrupted(self._give_back)", "        self._give_back()"),
     (STAGER, "            pinned_nbytes=locks * pool.pinned,", "            pinned_nbytes=locks * pool.used,"),
     (CHECKS, "        if following < start + nbytes:", "        if following <= start + nbytes:"),
     (GETS, "if outs is not None and len(outs) > 1:", "if outs is not None and len(outs) > 2:"),

@@ -19,14 +19,14 @@ from xferlib.protocol import HostStager
 from xferlib.staging.pageable import Staging
 from xferlib.uninterrupted import uninterrupted
 
-__all__ = ["Parts", "before_closing", "close_dropped", "owns"]
+__all__ = ["StagerResources", "before_closing", "close_dropped", "owns"]
 
 before_closing: list[Callable[[], None]] = []
 """Each is called before a stager closes, to wait until no thread that nobody holds any more is inside one of its calls."""
 
 
 @final
-class Parts:
+class StagerResources:
     """What a stager is made of, and gives back when it is closed. It refers to no stager, so it may outlive one that is dropped."""
 
     def __init__(self, backend: HostStager[Any]) -> None:
@@ -71,25 +71,25 @@ class Parts:
         # Until all of it is done the end of the interpreter waits for it.
         steps.callback(_entered.pop, id(self), None)
         backend = self.backend if self.owns_backend else None
-        for part in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
-            if part is not None:
-                # `close` is looked up only then: a backend that has none keeps no other part open.
-                steps.callback(methodcaller("close"), part)
+        for resource in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
+            if resource is not None:
+                # `close` is looked up only then: a backend that has none keeps nothing else open.
+                steps.callback(methodcaller("close"), resource)
 
 
-_entered: dict[int, Parts] = {}
-"""The parts of open or dropped stagers that are to be given back, or are being given back, by their `id`."""
+_entered: dict[int, StagerResources] = {}
+"""The resources of open or dropped stagers that are to be given back, or are being given back, by their `id`."""
 # What is the parent's is not given back in a forked child.
 os.register_at_fork(after_in_child=_entered.clear)
 
 
 def owns(backend: HostStager[Any]) -> bool:
     """Tell whether a stager, perhaps one that is dropped, is going to close this backend. Any thread."""
-    return any(parts.owns_backend and parts.backend is backend for parts in list(_entered.values()))
+    return any(resources.owns_backend and resources.backend is backend for resources in list(_entered.values()))
 
 
 def close_dropped() -> None:
     """Close what is left of stagers that were dropped, or whose closing was interrupted. At exit."""
     with ExitStack() as steps:
-        for parts in list(_entered.values()):
-            steps.callback(parts.close)
+        for resources in list(_entered.values()):
+            steps.callback(resources.close)
