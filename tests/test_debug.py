@@ -398,9 +398,9 @@ def test_a_source_may_be_written_to_when_its_copy_has_failed() -> None:
         debug.verify_done()
 
 
-def failed_put() -> tuple[debug.Put, Any]:
+def failed_put() -> tuple[debug.WatchedPut, Any]:
     """Return a put whose copy has failed, and its transfer."""
-    put = debug.Put([], None, "here", False, deque())
+    put = debug.WatchedPut([], None, "here", False, deque())
     transfer: Any = SimpleNamespace(_event=Point(error=OSError("broken")), _check=None)
     put.watch(transfer)
     assert put in debug._unverified.values()
@@ -598,4 +598,4 @@ def test_nothing_is_kept_of_what_is_done(stager: Stager) -> None:
     for _ in range(100):
         stager.put(source).synchronize()
     gc.collect()
-    assert not [put for put in debug._unverified.values() if put.untold is stager._sources._untold]  # type: ignore[union-attr]  # It is on.
+    assert not [put for put in debug._unverified.values() if put.untold is stager._source_watch._untold]  # type: ignore[union-attr]  # It is on.

@@ -30,7 +30,7 @@ from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.tracing.log import LOG
 from xferlib.tree import Spec, Trees, path
 
-__all__ = ["VARIABLE", "Check", "Put", "Sources", "caller", "verify_done", "wanted", "watch_get"]
+__all__ = ["VARIABLE", "Check", "SourceWatch", "WatchedPut", "caller", "verify_done", "wanted", "watch_get"]
 
 VARIABLE = "XFERLIB_DEBUG"
 CHECKSUM_PIECE_NBYTES = 4096
@@ -75,8 +75,8 @@ def watch_get(transfer: T) -> T:
 
 
 @final
-class Sources:
-    """The sources of one stager's puts. Any thread.
+class SourceWatch:
+    """Watches the sources of one stager's puts. Any thread.
 
     Whoever asks the transfer is told of a rewrite. If nobody can ask any more, the stager's next put raises it, or else its
     `close()`.
@@ -86,9 +86,9 @@ class Sources:
         """`leaf`: see `HostMemory`."""
         self._leaf = leaf
         self._trees = trees
-        self._untold: deque[Put] = deque()
+        self._untold: deque[WatchedPut] = deque()
 
-    def look(self, tree: Any, *, borrow: bool) -> Put | None:
+    def look(self, tree: Any, *, borrow: bool) -> WatchedPut | None:
         """Look at the tree that a put is about to be given. None: nothing of it is read after the put has returned.
 
         Called before anything starts: every write from then on is too early. Raises the rewrites of earlier puts that nobody can
@@ -97,7 +97,7 @@ class Sources:
         verify_done()
         self._tell(only_dropped=True)
         sources, spec = self._read_later(tree, borrow)
-        return Put(sources, spec, caller(), borrow, self._untold) if sources else None
+        return WatchedPut(sources, spec, caller(), borrow, self._untold) if sources else None
 
     def close(self) -> None:
         """Verify what is left, and raise what nobody was told. Nothing is in flight."""
@@ -213,14 +213,14 @@ def _summed(flat: Any) -> list[int]:
 
 
 @final
-class Put:
+class WatchedPut:
     """One put whose sources are read after it has returned."""
 
     asker: Callable[[], Check | None]
     """Returns the check that the transfer asks; None: nobody holds the transfer any more."""
     _event: Any
 
-    def __init__(self, sources: list[_WatchedSource], spec: Spec, where: str, borrow: bool, untold: deque[Put]) -> None:
+    def __init__(self, sources: list[_WatchedSource], spec: Spec, where: str, borrow: bool, untold: deque[WatchedPut]) -> None:
         self.untold = untold
         self.told = False
         self._number = next(_numbers)
@@ -302,7 +302,7 @@ class Check:
     no source.
     """
 
-    def __init__(self, put: Put | None, *, raises: bool = True) -> None:
+    def __init__(self, put: WatchedPut | None, *, raises: bool = True) -> None:
         self._put = put
         self._raises = raises
 
@@ -323,7 +323,7 @@ class Check:
 
 
 _numbers = itertools.count()
-_unverified: dict[int, Put] = {}
+_unverified: dict[int, WatchedPut] = {}
 """By number; changed in single steps."""
 # In a child nothing of the parent's is ever done.
 os.register_at_fork(after_in_child=_unverified.clear)

@@ -10,7 +10,7 @@ from operator import methodcaller
 from typing import Any, final
 
 from xferlib.checks import translated
-from xferlib.debug import Sources
+from xferlib.debug import SourceWatch
 from xferlib.ledger import Ledger
 from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.pinned_pool import PinnedPool
@@ -38,7 +38,7 @@ class StagerResources:
         self.blocks: DevicePool | None = None
         self.staging: Staging | None = None
         self.pins: Pins | None = None
-        self.sources: Sources | None = None
+        self.source_watch: SourceWatch | None = None
         self._giving_back = threading.RLock()
 
     def enter(self) -> None:
@@ -71,7 +71,7 @@ class StagerResources:
         # Until all of it is done the end of the interpreter waits for it.
         steps.callback(_entered.pop, id(self), None)
         backend = self.backend if self.owns_backend else None
-        for resource in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.sources):
+        for resource in (backend, self.blocks, self.pool, self.pins, self.staging, self.ledger, self.source_watch):
             if resource is not None:
                 # `close` is looked up only then: a backend that has none keeps nothing else open.
                 steps.callback(methodcaller("close"), resource)

@@ -34,7 +34,7 @@ from xferlib.checks import (
     whole_shape,
 )
 from xferlib.d2h import DeviceToHost
-from xferlib.debug import Sources, wanted, watch_get
+from xferlib.debug import SourceWatch, wanted, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError, anew
 from xferlib.forks import forget_in_child, stayed
 from xferlib.h2d import HostToDevice
@@ -139,7 +139,7 @@ class Stager:
             host = HostMemory(backend, pool)
             self._host = host
             self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(strict=strict))
-            resources.sources = self._sources = Sources(host.leaf, trees_of(backend)) if wanted(debug) else None
+            resources.source_watch = self._source_watch = SourceWatch(host.leaf, trees_of(backend)) if wanted(debug) else None
             self._gets = DeviceToHost(backend, host, pool, staged, ledger)
             resources.enter()
             _live.add(self)
@@ -285,15 +285,15 @@ class Stager:
             )
         started = perf_counter_ns() if LOG.on else 0
         try:
-            sources = self._sources
-            before = sources and sources.look(tree, borrow=borrow is True)
+            watch = self._source_watch
+            watched = watch and watch.look(tree, borrow=borrow is True)
             if type(tree) is not np.ndarray:
                 transfer = self._puts.start(tree, into, stream, borrow)
             else:
                 transfer = self._puts.one(tree, stream, borrow, None, into)
             if started:
                 self._note_put(tree, started, borrow)
-            return before.watch(transfer) if before else transfer
+            return watched.watch(transfer) if watched else transfer
         except XferError:
             raise
         except self._failures as error:
@@ -342,7 +342,7 @@ class Stager:
             transfer = self._gets.start(tree, out, stream)
             if started:
                 LOG.call("get", f"get ({self.name})", started)
-            return watch_get(transfer) if self._sources else transfer
+            return watch_get(transfer) if self._source_watch else transfer
         except XferError:
             raise
         except self._failures as error:
@@ -508,7 +508,7 @@ class Stager:
             raise
 
     def __repr__(self) -> str:
-        state = ("" if self._sources is None else ", debug") + ("" if self._refusal is None else ", closed")
+        state = ("" if self._source_watch is None else ", debug") + ("" if self._refusal is None else ", closed")
         return f"<Stager {self.name!r} on {self.device}{state}>"
 
     def _admit(self) -> None:
