@@ -25,7 +25,7 @@ from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.pending import Reading
-from xferlib.protocol import DriverCalls, Event, HostStager, Source
+from xferlib.protocol import DeviceRange, DriverCalls, Event, HostStager
 from xferlib.tickets import ticket
 from xferlib.transfer import Transfer
 from xferlib.tree import Alike, Spec
@@ -39,7 +39,7 @@ CLOSED = "this reader is closed. Make another one with stager.reader(...)"
 
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
-Find: TypeAlias = Callable[[list[Any]], tuple[list[Source], Event | None]]
+Find: TypeAlias = Callable[[list[Any]], tuple[list[DeviceRange], Event | None]]
 """Returns where arrays lie, and what is behind their producers, as `place` and `mark` of a backend do."""
 
 
@@ -77,7 +77,7 @@ class ByteReader:
         ledger: Ledger,
         described: Sequence[Alike],
         spec: Spec,
-        sources: Sequence[Source | None],
+        sources: Sequence[DeviceRange | None],
         after: Event | None,
         copied: Sequence[Any] | None = None,
         later: tuple[Find, Sequence[Any]] | None = None,
@@ -181,7 +181,7 @@ class ByteReader:
                 raise
         return Transfer(out[:total], event, self._failures, True)
 
-    def _copy(self, address: int, sources: list[Source], starts: Numbers, sizes: Numbers) -> None:
+    def _copy(self, address: int, sources: list[DeviceRange], starts: Numbers, sizes: Numbers) -> None:
         """Start the copies."""
         driver = self._driver
         if driver is not None and len(sources) > 1:
@@ -199,7 +199,7 @@ class ByteReader:
                 copy(address, source.address + start, nbytes)
             address += nbytes
 
-    def _found(self, numbers: Sequence[int]) -> list[Source]:
+    def _found(self, numbers: Sequence[int]) -> list[DeviceRange]:
         """Return where arrays lie, once what produces them is done. Those that are to be found later are found now."""
         sources, later = self._sources, self._later
         if self._reading.is_closed:

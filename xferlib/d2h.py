@@ -18,7 +18,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import ALIGNMENT, PAGE, round_up
 from xferlib.memory.host import HostMemory
 from xferlib.memory.pinned_pool import LARGE_FROM_NBYTES, PinnedPool
-from xferlib.protocol import Event, HostStager, Source
+from xferlib.protocol import DeviceRange, Event, HostStager
 from xferlib.staging.pageable import Staging
 from xferlib.staging.small_gets import FILLED
 from xferlib.transfer import Transfer
@@ -329,7 +329,7 @@ class DeviceToHost:
 
     def _placed(
         self, leaves: list[Any], spec: Spec | None, stream: object | None, *, direct: bool
-    ) -> tuple[list[Source], Event | None]:
+    ) -> tuple[list[DeviceRange], Event | None]:
         """Return the sources, and the event that their copies wait for.
 
         The engine makes the stream wait for it directly before its first copy, so that no other get waits.
@@ -345,18 +345,18 @@ class DeviceToHost:
 
     def _each(
         self,
-        place: Callable[[Any, Any], Source],
+        place: Callable[[Any, Any], DeviceRange],
         leaves: list[Any],
         spec: Spec | None,
         stream: object | None,
         *,
         together: Any = None,
-    ) -> list[Source]:
+    ) -> list[DeviceRange]:
         if together is not None and len(leaves) > 1:
-            found: list[Source] | None = together(leaves, stream)
+            found: list[DeviceRange] | None = together(leaves, stream)
             if found is not None:
                 return found
-        sources: list[Source] = []
+        sources: list[DeviceRange] = []
         for index, leaf in enumerate(leaves):
             try:
                 sources.append(place(leaf, stream))
@@ -367,7 +367,7 @@ class DeviceToHost:
 
     def _begin(
         self,
-        sources: list[Source],
+        sources: list[DeviceRange],
         outs: list[Array],
         addresses: list[int | None],
         after: Event | None,
@@ -410,7 +410,7 @@ class DeviceToHost:
         return True
 
     def _copy_pinned(
-        self, sources: list[Source], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]
+        self, sources: list[DeviceRange], outs: list[Array], addresses: list[int | None], pageable: list[tuple[int, Array]]
     ) -> int:
         """Start the copies to pinned memory, and return their bytes; enter the others in `pageable`."""
         total = 0

@@ -25,7 +25,7 @@ from xferlib.memory.host import HostLeaf, HostMemory
 from xferlib.memory.idle_blocks import Streams
 from xferlib.packing import PackedBlock, Packing, Packings
 from xferlib.pageable_warning import PageableWarning
-from xferlib.protocol import DeviceBlock, Event, HostStager, Place, Source, Stream
+from xferlib.protocol import DeviceBlock, DeviceRange, Event, HostStager, Place, Stream
 from xferlib.sketch import sketched
 from xferlib.staging.coalesce import Placed
 from xferlib.staging.pageable import Staging
@@ -178,7 +178,7 @@ class HostToDevice:
                 return self._borrowed([(array, address)], spec, stream)
             if not borrow and self._warning.concerns(nbytes):
                 self._warning.warn((array,), spec, into=into is not None)
-        overwritten: tuple[Source, ...] = ()
+        overwritten: tuple[DeviceRange, ...] = ()
         target: Any
         if into is None:
             if stream is not None:
@@ -220,14 +220,14 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
-    def _note_stream(self, overwritten: Sequence[Source], handle: int, stream: Stream) -> None:
+    def _note_stream(self, overwritten: Sequence[DeviceRange], handle: int, stream: Stream) -> None:
         """Note a stream that may read arrays of the caller's. The memory of some of them may be a stager's."""
         for place in overwritten:
             note_reader(place, stream, self._blocks)
 
     def _many(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         """Put a tree, as `one` puts one array."""
-        overwritten: list[Source] = []
+        overwritten: list[DeviceRange] = []
         if into is None:
             streams, packing, leases, addresses = self._room(sources, stream)
             event = self._begin(addresses, sources, packing.numbers, leases, ())
@@ -262,8 +262,8 @@ class HostToDevice:
         leases = self._leases(packing, streams)
         return streams, packing, leases, packing.addresses([block.address for block, _ in leases])
 
-    def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[Source]:
-        overwritten: list[Source] = []
+    def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[DeviceRange]:
+        overwritten: list[DeviceRange] = []
         index = 0
         try:
             # All checks first: a backend that is asked for a place makes every later copy wait for what the target waits for.
@@ -369,7 +369,7 @@ class HostToDevice:
             ledger.d2h.reap()
         return not self._ledger.has_no_readers
 
-    def _order_after_users(self, place: Source) -> None:
+    def _order_after_users(self, place: DeviceRange) -> None:
         """Let the copy wait for earlier copies that still use what it will overwrite: the user's streams know nothing of them.
 
         If those belong to a stager of another backend or device, the host waits for them: no stream of this one could.
@@ -404,7 +404,7 @@ class HostToDevice:
         sources: list[HostLeaf],
         blocks: Sequence[int],
         target: object,
-        overwritten: Sequence[Source],
+        overwritten: Sequence[DeviceRange],
     ) -> Event:
         """Start copies. `blocks`: for each leaf, the number of the block that its address is in.
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias, final
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array, address_of
-from xferlib.protocol import Event, Source
+from xferlib.protocol import DeviceRange, Event
 
 __all__ = ["Entry", "InFlight", "let_go", "meet", "uses"]
 
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     is known."""
     host: Sequence[Array]
     """What copies read or write directly; what was staged is not in here."""
-    device: Sequence[Source]
+    device: Sequence[DeviceRange]
     """Arrays of the user's that copies read or write."""
     keepalive: object
 
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
         """Tell whether a copy may still read or write part of this host memory."""
         return any(meet(address_of(array), array.nbytes, address, nbytes) for array in self.host)
 
-    def uses_device(self, target: Source) -> bool:
+    def uses_device(self, target: DeviceRange) -> bool:
         """Tell whether a copy may still read or write part of this device memory, or of host memory that it is a view of."""
         return any(uses(source, target) for source in self.device) or self.uses_host(target.address, target.nbytes)
 
@@ -91,7 +91,13 @@ class InFlight:
         return list(self.table.values())
 
     def add(
-        self, nbytes: int, host: Sequence[Array], device: Sequence[Source] = (), keepalive: object = None, *, looked: bool = False
+        self,
+        nbytes: int,
+        host: Sequence[Array],
+        device: Sequence[DeviceRange] = (),
+        keepalive: object = None,
+        *,
+        looked: bool = False,
     ) -> Entry:
         """Record an event behind everything started so far, and hold all that until it is done. Return its entry.
 
@@ -108,7 +114,7 @@ class InFlight:
             self.reap(newest=asked)
         return entry
 
-    def quiesce(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[Source] = ()) -> bool:
+    def quiesce(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[DeviceRange] = ()) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
         If this is interrupted in turn, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`. Only
@@ -128,7 +134,7 @@ class InFlight:
             self.wait(event)
         return True
 
-    def _hold(self, keepalive: object, host: Sequence[Array], device: Sequence[Source]) -> None:
+    def _hold(self, keepalive: object, host: Sequence[Array], device: Sequence[DeviceRange]) -> None:
         """Hold it until nobody uses it, though `quiesce` was interrupted, or met what the backend does not name: else for good."""
         if any(entry.keepalive is keepalive for entry in self.entries()):
             return
@@ -248,7 +254,7 @@ def let_go(table: dict[int, Entry], event: Event) -> None:
         table.pop(newest, None)
 
 
-def uses(source: Source, target: Source) -> bool:
+def uses(source: DeviceRange, target: DeviceRange) -> bool:
     """Tell whether a copy, or the work that gathers its elements before it, uses part of the target's memory."""
     if meet(source.address, source.nbytes, target.address, target.nbytes):
         return True

@@ -17,7 +17,7 @@ from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import address_of
 from xferlib.memory.mapped import Views
 from xferlib.pending import Jobs, Reading
-from xferlib.protocol import HostStager, Source
+from xferlib.protocol import DeviceRange, HostStager
 from xferlib.reaper import remaining, watch
 
 __all__ = [
@@ -81,7 +81,7 @@ class Ledger:
             return True
         return self.jobs.wait_oldest(pinned=pinned) or self.views.wait_oldest()
 
-    def wait_for_device(self, owns: Callable[[Source], bool]) -> bool:
+    def wait_for_device(self, owns: Callable[[DeviceRange], bool]) -> bool:
         """Block until something has ended that may hold device memory of this stager, whatever stager's it is. False: there was
         none. `owns` tells whether memory is this one's.
         """

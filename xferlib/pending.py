@@ -18,7 +18,7 @@ from xferlib.errors import XferError
 from xferlib.in_flight import meet, uses
 from xferlib.latch import WAIT_SECONDS, Latch, is_copy_thread
 from xferlib.memory.arrays import Array
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 
 __all__ = ["Fill", "Jobs", "Reading"]
 
@@ -65,7 +65,7 @@ class Reading:
 
     holds = False
 
-    def __init__(self, device: Sequence[Source], *, finds_later: bool = False) -> None:
+    def __init__(self, device: Sequence[DeviceRange], *, finds_later: bool = False) -> None:
         self.id = next_id()
         self.device = device
         self.finds_later = finds_later
@@ -196,7 +196,7 @@ class Jobs:
                 return True
         return False
 
-    def wait_issued(self, target: Source | None = None) -> None:
+    def wait_issued(self, target: DeviceRange | None = None) -> None:
         """Block until earlier gets have started all their copies. `target`: only those gets that read it; None: all gets.
 
         Their copies would wait for whatever enters the stream before them. Raises `XferError` on a thread that copies wait for, if

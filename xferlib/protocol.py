@@ -6,7 +6,7 @@ what the core promises: addresses are valid for `nbytes` bytes until the copy's 
 called after `close()` except what `close()` names.
 
 The laws that a backend keeps are listed in `LAWS` and tested by `xferlib.conformance`.
-No framework is named here, and nothing here runs.
+No framework is named here, and nothing here runs but the warning about a name that has changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ __all__ = [
     "CopiesArrays",
     "DescribesArrays",
     "DeviceBlock",
+    "DeviceRange",
     "DriverCalls",
     "Event",
     "FindsLater",
@@ -36,7 +37,6 @@ __all__ = [
     "Place",
     "PlacesMany",
     "ReadsMany",
-    "Source",
     "Stream",
     "TakenApart",
     "TakesTreesApart",
@@ -150,7 +150,7 @@ class Place(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Source(NamedTuple):
+class DeviceRange(NamedTuple):
     """Device memory that a copy reads or writes. The core holds `keepalive` until the copy's event is done."""
 
     address: int
@@ -158,6 +158,20 @@ class Source(NamedTuple):
     keepalive: object
     origin: tuple[int, int] | None = None
     """At least the range (address, bytes) from which work on the device first gathers the elements. None: nothing is gathered."""
+
+
+if TYPE_CHECKING:
+    Source = DeviceRange
+else:
+
+    def __getattr__(name: str) -> object:
+        """Give `DeviceRange` by the name that it had once, with a warning."""
+        if name != "Source":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import warnings
+
+        warnings.warn("xferlib.protocol.Source is called DeviceRange now", DeprecationWarning, 2)
+        return DeviceRange
 
 
 class HostStager(Protocol[ArrayT]):
@@ -277,7 +291,7 @@ class HostStager(Protocol[ArrayT]):
         A zero-size array takes no memory: `block` is then any block, perhaps a smaller one.
         """
 
-    def as_source(self, array: ArrayT, stream: object | None = None) -> Source:
+    def as_source(self, array: ArrayT, stream: object | None = None) -> DeviceRange:
         """Make later copies to the host wait for what produces the array, or for what `stream` has enqueued; for nothing else.
 
         Returns its memory in C order: a view that is not contiguous is copied by the framework, on that stream.
@@ -286,7 +300,7 @@ class HostStager(Protocol[ArrayT]):
         The same in one step as `place`, `mark`, and `order_d2h` with its event: gets into pinned memory come here.
         """
 
-    def place(self, array: ArrayT, stream: object | None = None) -> Source:
+    def place(self, array: ArrayT, stream: object | None = None) -> DeviceRange:
         """Return what `as_source` returns, and raise as it does, but make nothing wait. Gets into pageable memory use it."""
 
     def mark(self, stream: object | None = None) -> Event | None:
@@ -296,7 +310,7 @@ class HostStager(Protocol[ArrayT]):
         produces them: it is recorded on a stream, used for no copies, that `place` has made wait for each of them.
         """
 
-    def as_target(self, array: ArrayT, stream: object | None = None) -> Source:
+    def as_target(self, array: ArrayT, stream: object | None = None) -> DeviceRange:
         """Make later copies to the device wait as `as_source` does, so that earlier readers of the array are safe. Needs
         `put_into`.
 
@@ -342,7 +356,7 @@ class MakesMany(Protocol[ArrayT_co]):
 class ReadsMany(Protocol[ArrayT_contra]):
     """What a backend may offer in addition, if one step can make the copies of many arrays wait for what is before them."""
 
-    def as_sources(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[Source] | None:
+    def as_sources(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[DeviceRange] | None:
         """Return what `HostStager.as_source` would return for each array, in order.
 
         None: they are not all of a kind for which that is right, or one of them is refused. Then nothing was told to wait, and the
@@ -353,7 +367,7 @@ class ReadsMany(Protocol[ArrayT_contra]):
 class PlacesMany(Protocol[ArrayT_contra]):
     """What a backend may offer in addition, if finding many arrays costs less than finding each: a state has thousands."""
 
-    def places(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[Source] | None:
+    def places(self, arrays: Sequence[ArrayT_contra], stream: object | None = None) -> list[DeviceRange] | None:
         """Return what `HostStager.place` would return for each array, in order; they may share what keeps them alive.
 
         None: they are not all of a kind for which that is right, or one of them is refused. Then the core asks for each.

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from cupy.cuda import MemoryPointer, UnownedMemory, runtime
 
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 from xferlib_cupy._device import Device
 from xferlib_cupy._streams import Streams
 
@@ -65,7 +65,7 @@ def contiguous(array: CupyArray, stream: object | None, streams: Streams, device
     return device.here(_in_order, array, streams.current_as(stream))
 
 
-def copies(arrays: Sequence[CupyArray], stream: Any, handle: int) -> list[Source]:
+def copies(arrays: Sequence[CupyArray], stream: Any, handle: int) -> list[DeviceRange]:
     """Return where copies in C order are, made on the stream, of which this is the handle. Their memory is out of CuPy's pool.
 
     Smaller ones share memory, and none is an array: a state has thousands, and the caller waits here.
@@ -74,12 +74,12 @@ def copies(arrays: Sequence[CupyArray], stream: Any, handle: int) -> list[Source
         return _copied(arrays, handle)
 
 
-def _copied(arrays: Sequence[CupyArray], handle: int) -> list[Source]:
+def _copied(arrays: Sequence[CupyArray], handle: int) -> list[DeviceRange]:
     sizes = [array.nbytes for array in arrays]
     shares = [0 < nbytes < SHARED_NBYTES and array._c_contiguous for array, nbytes in zip(arrays, sizes, strict=True)]
     left = sum([_room(nbytes) for nbytes, small in zip(sizes, shares, strict=True) if small])
     copy, new = runtime.memcpyAsync, tuple.__new__
-    sources: list[Source] = []
+    sources: list[DeviceRange] = []
     shared: Any = None
     address = free = 0
     for array, nbytes, small in zip(arrays, sizes, shares, strict=True):
@@ -91,15 +91,15 @@ def _copied(arrays: Sequence[CupyArray], handle: int) -> list[Source]:
                 shared = cupy.cuda.alloc(free)
                 address = shared.ptr
             copy(address, array.data.ptr, nbytes, ANY_TO_ANY, handle)
-            sources.append(new(Source, (address, nbytes, shared, None)))
+            sources.append(new(DeviceRange, (address, nbytes, shared, None)))
             address, free, left = address + room, free - room, left - room
         elif nbytes and array._c_contiguous:
             memory = cupy.cuda.alloc(nbytes)
             copy(memory.ptr, array.data.ptr, nbytes, ANY_TO_ANY, handle)
-            sources.append(new(Source, (memory.ptr, nbytes, memory, None)))
+            sources.append(new(DeviceRange, (memory.ptr, nbytes, memory, None)))
         else:
             made = _copy(array)
-            sources.append(new(Source, (made.data.ptr, nbytes, made, None)))
+            sources.append(new(DeviceRange, (made.data.ptr, nbytes, made, None)))
     return sources
 
 

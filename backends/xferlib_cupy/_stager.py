@@ -17,7 +17,7 @@ from cupy.cuda import runtime
 
 from xferlib.cuda.driver import EngineCalls
 from xferlib.cuda.events import Recorded, StreamFences
-from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
+from xferlib.protocol import Capabilities, DeviceBlock, DeviceRange, Event, Place, Stream
 from xferlib_cupy import _arrays, _memory
 from xferlib_cupy._arrays import CupyArray
 from xferlib_cupy._device import Device
@@ -33,7 +33,7 @@ D2H = 2
 
 _NDARRAY = cupy.ndarray
 _MEMORY, _POINTER = cupy.cuda.UnownedMemory, cupy.cuda.MemoryPointer
-_SOURCE = tuple.__new__
+_NEW = tuple.__new__
 """It takes a third of the time of a named tuple's constructor."""
 
 
@@ -171,56 +171,56 @@ class CupyStager:
         memory = _MEMORY(self._pinned.device_address(address), nbytes, lease, self.ordinal)
         return _NDARRAY(shape, dtype, _POINTER(memory, 0)), found
 
-    def as_source(self, array: CupyArray, stream: object | None = None) -> Source:
+    def as_source(self, array: CupyArray, stream: object | None = None) -> DeviceRange:
         # As `place`, without the call, and with the stream found only once: this is the path of every small get.
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
         handle = self._handle(stream)
         known = array.data.ptr, array.nbytes, array, None
-        source: Source = _SOURCE(Source, known) if array._c_contiguous else self._gathered(array, stream)
+        source: DeviceRange = _NEW(DeviceRange, known) if array._c_contiguous else self._gathered(array, stream)
         self._order(self.d2h, handle)
         return source
 
-    def place(self, array: CupyArray | Source, stream: object | None = None) -> Source:
-        if isinstance(array, Source):
+    def place(self, array: CupyArray | DeviceRange, stream: object | None = None) -> DeviceRange:
+        if isinstance(array, DeviceRange):
             # A copy that `copied` made.
             return array
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
         # Refuses a stream that is being captured.
         self._handle(stream)
-        return Source(array.data.ptr, array.nbytes, array) if array._c_contiguous else self._gathered(array, stream)
+        return DeviceRange(array.data.ptr, array.nbytes, array) if array._c_contiguous else self._gathered(array, stream)
 
     def mark(self, stream: object | None = None) -> Event:
         return self._events.record_users(self._handle(stream))
 
-    def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source] | None:
+    def as_sources(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[DeviceRange] | None:
         sources = self._in_place(arrays)
         if sources is not None:
             # Once for all arrays: this is most of the driver's part in a get of many small arrays.
             self._order(self.d2h, self._handle(stream))
         return sources
 
-    def places(self, arrays: Sequence[CupyArray | Source], stream: object | None = None) -> list[Source] | None:
+    def places(self, arrays: Sequence[CupyArray | DeviceRange], stream: object | None = None) -> list[DeviceRange] | None:
         # As `place`.
-        if isinstance(arrays[0], Source):
+        if isinstance(arrays[0], DeviceRange):
             return list(arrays)
         self._handle(stream)
         return self._in_place(arrays)
 
-    def _in_place(self, arrays: Sequence[CupyArray]) -> list[Source] | None:
+    def _in_place(self, arrays: Sequence[CupyArray]) -> list[DeviceRange] | None:
         """Return the memory of arrays. None: one of them is not in C order, or not of this device, or no array."""
-        sources: list[Source] = []
+        sources: list[DeviceRange] = []
         for array in arrays:
             if array.__class__ is not _NDARRAY or not array._c_contiguous:
                 return None
             data = array.data
             if data.device_id != self.ordinal:
                 return None
-            sources.append(_SOURCE(Source, (data.ptr, array.nbytes, array, None)))
+            sources.append(_NEW(DeviceRange, (data.ptr, array.nbytes, array, None)))
         return sources
 
-    def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[Source]:
+    def copied(self, arrays: Sequence[CupyArray], stream: object | None = None) -> list[DeviceRange]:
         for array in arrays:
             if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
                 _arrays.check_array(array, self.ordinal)
@@ -228,7 +228,7 @@ class CupyStager:
         handle = self._handle(stream)
         return self._device.here(_arrays.copies, arrays, self._streams.current_as(stream), handle)
 
-    def as_target(self, array: CupyArray, stream: object | None = None) -> Source:
+    def as_target(self, array: CupyArray, stream: object | None = None) -> DeviceRange:
         if array.__class__ is not _NDARRAY or array.data.device_id != self.ordinal:
             _arrays.check_array(array, self.ordinal)
         handle = self._handle(stream)
@@ -236,7 +236,7 @@ class CupyStager:
         if not array._c_contiguous:
             raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")
         self._order(self.h2d, handle)
-        return _SOURCE(Source, (array.data.ptr, array.nbytes, array, None))
+        return _NEW(DeviceRange, (array.data.ptr, array.nbytes, array, None))
 
     def sweep(self) -> None:
         """Do nothing: CuPy's arrays drop their lease when they die."""
@@ -250,7 +250,7 @@ class CupyStager:
             # Likewise taken and destroyed in one call.
             self._device.give_back(next, map(runtime.streamDestroy, iter(self._own.pop, None)))
 
-    def _gathered(self, array: CupyArray, stream: object | None) -> Source:
+    def _gathered(self, array: CupyArray, stream: object | None) -> DeviceRange:
         packed = _arrays.contiguous(array, stream, self._streams, self._device)
         memory = array.data.mem
-        return Source(packed.data.ptr, packed.nbytes, (packed, array), (memory.ptr, memory.size))
+        return DeviceRange(packed.data.ptr, packed.nbytes, (packed, array), (memory.ptr, memory.size))

@@ -108,21 +108,21 @@ class NumpyStager:
         found = None if on is None else protocol.Stream(on.handle, on)
         return array_over(address, shape, dtype, lease=lease), found
 
-    def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+    def as_source(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.DeviceRange:
         source = self.place(array, stream)
         after = self.mark(stream)
         if after is not None:
             self.d2h.wait(after)
         return source
 
-    def place(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+    def place(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.DeviceRange:
         if isinstance(array, np.generic):
             # What NumPy gives for a sum; in other libraries that is an array, too.
             array = np.asarray(array)
         self._check_array(array)
         on = resolve(stream)
         packed = array if array.flags.c_contiguous else _packed(array, on)
-        return _source(array) if packed is array else protocol.Source(*_source(packed)[:2], (packed, array), _reach(array))
+        return _source(array) if packed is array else protocol.DeviceRange(*_source(packed)[:2], (packed, array), _reach(array))
 
     def mark(self, stream: object | None = None) -> Event | None:
         on = resolve(stream)
@@ -135,7 +135,7 @@ class NumpyStager:
             self._check_array(array)
         return [_packed(array, on) for array in found]
 
-    def as_target(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.Source:
+    def as_target(self, array: npt.NDArray[Any], stream: object | None = None) -> protocol.DeviceRange:
         self._check_array(array)
         if not array.flags.c_contiguous:
             raise ValueError(f"the target has strides {array.strides!r}, not C order. Put into a contiguous array, then assign")
@@ -188,5 +188,5 @@ def _reach(array: npt.NDArray[Any]) -> tuple[int, int]:
     return start + sum(step for step in steps if step < 0), sum(map(abs, steps)) + array.itemsize
 
 
-def _source(array: npt.NDArray[Any]) -> protocol.Source:
-    return protocol.Source(array.__array_interface__["data"][0], array.nbytes, array)
+def _source(array: npt.NDArray[Any]) -> protocol.DeviceRange:
+    return protocol.DeviceRange(array.__array_interface__["data"][0], array.nbytes, array)

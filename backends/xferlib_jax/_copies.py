@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 from xferlib_jax._arrays import NARROWED, JaxArray
 from xferlib_jax._fresh import has_room
 
@@ -89,11 +89,11 @@ def copies(arrays: Sequence[JaxArray], device: Any) -> list[JaxArray] | list[Par
     return copied
 
 
-def located(parts: Sequence[Part], place: Callable[[JaxArray], Source]) -> list[Source]:
+def located(parts: Sequence[Part], place: Callable[[JaxArray], DeviceRange]) -> list[DeviceRange]:
     """Return the memory of parts. `place` returns that of an array, and is called once for each."""
     whole = {id(part.array): part.array for part in parts}
     found = {number: place(array) for number, array in whole.items()}
-    return [Source(found[id(array)].address + offset, nbytes, found[id(array)].keepalive) for array, offset, nbytes in parts]
+    return [DeviceRange(found[id(array)].address + offset, nbytes, found[id(array)].keepalive) for array, offset, nbytes in parts]
 
 
 def _pays(count: int, nbytes: int, device: Any) -> bool:

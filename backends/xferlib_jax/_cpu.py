@@ -136,10 +136,10 @@ class CpuStager:
     ) -> list[JaxArray]:
         return self._imports.adopt_all(block.address, places, order=None, lease=lease)
 
-    def as_source(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
+    def as_source(self, array: JaxArray, stream: object | None = None) -> protocol.DeviceRange:
         return self.place(array, stream)
 
-    def place(self, array: JaxArray | Part, stream: object | None = None) -> protocol.Source:
+    def place(self, array: JaxArray | Part, stream: object | None = None) -> protocol.DeviceRange:
         if type(array) is Part:
             return located([array], self.place)[0]
         array = self._check_array(array)
@@ -152,11 +152,11 @@ class CpuStager:
             if address is None and exported(capsule).strides is None:
                 address = exported(capsule).address
             if address is not None:
-                return protocol.Source(address, nbytes_of(array), self._readings.make(array, capsule))
+                return protocol.DeviceRange(address, nbytes_of(array), self._readings.make(array, capsule))
         promise = self._promises.make(array, capsule)
-        return protocol.Source(promise.start, nbytes_of(array), promise)
+        return protocol.DeviceRange(promise.start, nbytes_of(array), promise)
 
-    def places(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> list[protocol.Source] | None:
+    def places(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> list[protocol.DeviceRange] | None:
         if type(arrays[0]) is Part:
             return located(cast("Sequence[Part]", arrays), self.place)
         if stream is not None or not self._check_array.accepts(arrays):
@@ -180,7 +180,7 @@ class CpuStager:
     def can_be_found(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> bool:
         return stream is None and (type(arrays[0]) is Part or self._check_array.accepts(arrays))
 
-    def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.Source:
+    def as_target(self, array: JaxArray, stream: object | None = None) -> protocol.DeviceRange:
         raise CapabilityError("JAX arrays never change. Put into a new array")
 
     def sweep(self) -> None:

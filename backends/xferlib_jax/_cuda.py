@@ -22,7 +22,7 @@ import numpy as np
 
 from xferlib.cuda.driver import EngineCalls
 from xferlib.errors import CapabilityError
-from xferlib.protocol import Capabilities, DeviceBlock, Event, Place, Source, Stream
+from xferlib.protocol import Capabilities, DeviceBlock, DeviceRange, Event, Place, Stream
 from xferlib_jax import _arrays
 from xferlib_jax._arrays import FINALIZERS, NO_FINALIZERS, NOT_MAPPED, ArrayCheck, JaxArray, nbytes_of
 from xferlib_jax._blocks import Block, BlockMaker, PoolError
@@ -169,15 +169,15 @@ class CudaStager:
 
         return unpack(places, adopt, self._origin)
 
-    def as_source(self, array: JaxArray, stream: object | None = None) -> Source:
+    def as_source(self, array: JaxArray, stream: object | None = None) -> DeviceRange:
         return self._source(array, stream, self.d2h)
 
-    def place(self, array: JaxArray | Part, stream: object | None = None) -> Source:
+    def place(self, array: JaxArray | Part, stream: object | None = None) -> DeviceRange:
         if type(array) is Part:
             return located([array], self.place)[0]
         return self._source(array, stream, self._producers)
 
-    def places(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> list[Source] | None:
+    def places(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> list[DeviceRange] | None:
         if type(arrays[0]) is Part:
             return located(cast("Sequence[Part]", arrays), self.place)
         if stream is not None or not self._check_array.accepts(arrays):
@@ -200,7 +200,7 @@ class CudaStager:
     def can_be_found(self, arrays: Sequence[JaxArray | Part], stream: object | None = None) -> bool:
         return stream is None and (type(arrays[0]) is Part or self._check_array.accepts(arrays))
 
-    def as_target(self, array: JaxArray, stream: object | None = None) -> Source:
+    def as_target(self, array: JaxArray, stream: object | None = None) -> DeviceRange:
         raise CapabilityError("JAX arrays never change. Put into a new array")
 
     def sweep(self) -> None:
@@ -219,7 +219,7 @@ class CudaStager:
             if stream is not None:
                 self._driver.destroy_stream(stream)
 
-    def _source(self, array: JaxArray, stream: object | None, waiting: int) -> Source:
+    def _source(self, array: JaxArray, stream: object | None, waiting: int) -> DeviceRange:
         """Make one of our streams wait for what produces the array, and return its memory in C order."""
         array = self._check_array(array)
         if stream is not None:
@@ -232,7 +232,7 @@ class CudaStager:
                 array = laid_out(array)
                 capsule = self._export(array, stream=waiting)
                 address = exported(capsule).address
-        return Source(address, nbytes_of(array), self._readings.make(array, capsule))
+        return DeviceRange(address, nbytes_of(array), self._readings.make(array, capsule))
 
     def _add_stream(self) -> int:
         # Noted before it exists: an interrupt would lose what a call returns.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 from xferlib_jax._arrays import nbytes_of
 from xferlib_jax._capsule import LAYOUT, MOST_SHAPES, NAME, pointer
 from xferlib_jax._reading import Readings
@@ -77,7 +77,7 @@ def address_in_order(capsule: Any, shape: tuple[int, ...]) -> int | None:
     return None
 
 
-def found_together(arrays: Sequence[Any], export: Export, stream: int | None, readings: Readings) -> list[Source] | None:
+def found_together(arrays: Sequence[Any], export: Export, stream: int | None, readings: Readings) -> list[DeviceRange] | None:
     """Return the memory of arrays that were checked, held by one reading. None: one of them is perhaps not in C order."""
     capsules: list[Any] = []
     # First: if one of them cannot be exported, JAX is still told to let go of those before it.
@@ -86,7 +86,7 @@ def found_together(arrays: Sequence[Any], export: Export, stream: int | None, re
     addresses = [address_in_order(capsule, array.shape) for capsule, array in zip(capsules, arrays, strict=True)]
     if None in addresses:
         return None
-    return [Source(address, nbytes_of(array), reading) for address, array in zip(addresses, arrays, strict=True)]  # type: ignore[arg-type]  # None was looked for.
+    return [DeviceRange(address, nbytes_of(array), reading) for address, array in zip(addresses, arrays, strict=True)]  # type: ignore[arg-type]  # None was looked for.
 
 
 def exported(capsule: Any) -> Tensor:

@@ -20,7 +20,7 @@ import numpy as np
 
 from xferlib.cuda.driver import EngineCalls
 from xferlib.cuda.events import Recorded, StreamFences
-from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib.protocol import Capabilities, DeviceBlock, DeviceRange, Event, Stream
 from xferlib_numba import _arrays, _memory
 from xferlib_numba._arrays import Lay, NumbaArray
 from xferlib_numba._device import Device
@@ -33,7 +33,7 @@ __all__ = ["NumbaStager"]
 
 NON_BLOCKING = 1
 
-_SOURCE = tuple.__new__
+_NEW = tuple.__new__
 """It takes a third of the time of a named tuple's constructor."""
 
 
@@ -165,32 +165,32 @@ class NumbaStager:
         named = stream if isinstance(stream, type(self._streams.numba_default)) else self._streams.numba_default
         return _arrays.as_array(self._device, there, shape, dtype, stream=named, lease=lease), found
 
-    def as_source(self, array: NumbaArray, stream: object | None = None) -> Source:
+    def as_source(self, array: NumbaArray, stream: object | None = None) -> DeviceRange:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
             address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
             self._order_after(self.d2h, stream, array.stream)
-            return _SOURCE(Source, (address, nbytes, array, None))
+            return _NEW(DeviceRange, (address, nbytes, array, None))
         lay = self._look(array)
         # Refused, if at all, before anything has to wait.
         runs = None if lay.strides is None else plan(lay.shape, lay.strides, lay.itemsize)
         self._order_after(self.d2h, stream, lay.stream)
         if runs is None:
-            return Source(lay.address, lay.nbytes, array)
+            return DeviceRange(lay.address, lay.nbytes, array)
         address, ticket = self._gathering.copy(lay.address, lay.nbytes, runs, self.d2h)
-        return Source(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
+        return DeviceRange(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
 
-    def place(self, array: NumbaArray, stream: object | None = None) -> Source:
+    def place(self, array: NumbaArray, stream: object | None = None) -> DeviceRange:
         lay = self._look(array)
         # Refused, if at all, before anything has to wait.
         runs = None if lay.strides is None else plan(lay.shape, lay.strides, lay.itemsize)
         if runs is None and self._other(stream, lay.stream, self._handle(stream)) is None:
-            return Source(lay.address, lay.nbytes, array)
+            return DeviceRange(lay.address, lay.nbytes, array)
         self._is_aside_used = True
         self._order_after(self._aside, stream, lay.stream)
         if runs is None:
-            return Source(lay.address, lay.nbytes, array)
+            return DeviceRange(lay.address, lay.nbytes, array)
         address, ticket = self._gathering_aside.copy(lay.address, lay.nbytes, runs, self._aside)
-        return Source(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
+        return DeviceRange(address, lay.nbytes, (ticket, array), _arrays.reach(lay))
 
     def mark(self, stream: object | None = None) -> Event:
         handle = self._handle(stream)
@@ -199,7 +199,7 @@ class NumbaStager:
         self._order(self._aside, handle)
         return self._record(self._aside)
 
-    def as_sources(self, arrays: Sequence[NumbaArray], stream: object | None = None) -> list[Source] | None:
+    def as_sources(self, arrays: Sequence[NumbaArray], stream: object | None = None) -> list[DeviceRange] | None:
         if self._several:
             return None
         for array in arrays:
@@ -210,20 +210,20 @@ class NumbaStager:
                 return None
         # Once for all arrays: this is most of the driver's part in a get of many small arrays.
         self._order(self.d2h, self._handle(stream))
-        return [_SOURCE(Source, (array.gpu_data.device_pointer_value or 0, array.nbytes, array, None)) for array in arrays]
+        return [_NEW(DeviceRange, (array.gpu_data.device_pointer_value or 0, array.nbytes, array, None)) for array in arrays]
 
-    def as_target(self, array: NumbaArray, stream: object | None = None) -> Source:
+    def as_target(self, array: NumbaArray, stream: object | None = None) -> DeviceRange:
         if array.__class__ is self._array and array.is_c_contiguous() and not self._several:
             address, nbytes = array.gpu_data.device_pointer_value or 0, array.nbytes
             self._order_after(self.h2d, stream, array.stream)
-            return _SOURCE(Source, (address, nbytes, array, None))
+            return _NEW(DeviceRange, (address, nbytes, array, None))
         lay = self._look(array)
         if lay.strides is not None:
             raise ValueError("the array is not contiguous in C order. Put into a new array, and assign it on the device")
         if lay.read_only:
             raise ValueError("the array is read-only. Put into one that may be written, or into a new one")
         self._order_after(self.h2d, stream, lay.stream)
-        return Source(lay.address, lay.nbytes, array)
+        return DeviceRange(lay.address, lay.nbytes, array)
 
     def sweep(self) -> None:
         """Do nothing: Numba's arrays drop their lease when they die."""

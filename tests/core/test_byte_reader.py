@@ -20,7 +20,7 @@ from tests.core.fakes import held, interrupted_twice, on_thread, tampered, until
 from xferlib.byte_reader import ByteReader, Span
 from xferlib.latch import Latch, note_copy_thread
 from xferlib.pending import Reading
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 from xferlib.stager import Stager
 
 TREE = {"a": np.arange(1000, dtype=np.float32).reshape(10, 100), "name": "rides along", "b": np.arange(7, dtype=np.uint8)}
@@ -444,7 +444,7 @@ def test_arrays_whose_producers_failed_when_they_were_found_are_not_taken_for_fo
 
     found: list[int] = []
 
-    def find(wanted: list[Any]) -> tuple[list[Source], Any]:
+    def find(wanted: list[Any]) -> tuple[list[DeviceRange], Any]:
         found.append(int(wanted[0][0]))
         return [stager.backend.place(array) for array in wanted], Producer()
 

@@ -16,7 +16,7 @@ from tests.core.fakes import Point, on_thread, succeeds
 from tests.core.points import interrupted_at
 from xferlib.in_flight import REAP_EVERY_TRANSFERS, REAP_FROM_NBYTES, Entry, InFlight, let_go
 from xferlib.latch import note_copy_thread
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 
 
 class Thing:
@@ -368,7 +368,7 @@ def test_what_quiesce_keeps_is_held_as_it_waits_and_is_nothing_that_a_copy_reads
     assert queue.quiesce(thing)
     (entry,) = found
     assert entry.keepalive is thing
-    assert not entry.uses_device(Source(0, 1 << 40, None))
+    assert not entry.uses_device(DeviceRange(0, 1 << 40, None))
     assert not entry.uses_host(0, 1 << 40)
 
 
@@ -389,17 +389,17 @@ def test_what_a_copy_uses_is_in_use_behind_an_interrupt_of_quiesce(interrupts: i
 
     queue = InFlight(record, (OSError,))
     with pytest.raises(KeyboardInterrupt):
-        queue.quiesce(None, (array,), (Source(1 << 40, 10, None),))
+        queue.quiesce(None, (array,), (DeviceRange(1 << 40, 10, None),))
     (entry,) = queue.entries()
     assert entry.uses_host(array.ctypes.data + 9, 1)
-    assert entry.uses_device(Source((1 << 40) + 9, 1, None))
+    assert entry.uses_device(DeviceRange((1 << 40) + 9, 1, None))
     point.reached = True
     queue.reap()
     assert not queue.busy
 
 
 def test_wherever_quiesce_is_interrupted_behind_its_entry_what_a_copy_uses_is_in_use() -> None:
-    array, target = np.zeros(10, np.uint8), Source(1 << 40, 10, None)
+    array, target = np.zeros(10, np.uint8), DeviceRange(1 << 40, 10, None)
 
     class Pending(Point):
         def synchronize(self) -> None:
@@ -449,8 +449,8 @@ def test_a_forked_child_lets_go_of_nothing_that_was_in_flight_in_its_parent() ->
 def test_what_uses_memory_is_found_by_every_byte_of_it() -> None:
     queue = queue_of(*(Point() for _ in range(5)))
 
-    def source(start: int, stop: int) -> Source:
-        return Source(start, stop - start, None)
+    def source(start: int, stop: int) -> DeviceRange:
+        return DeviceRange(start, stop - start, None)
 
     def users(start: int, stop: int) -> list[int]:
         return [entry.asked // 2 for entry in queue.entries() if entry.uses_device(source(start, stop))]

@@ -27,7 +27,7 @@ from xferlib_host._stream import AllEvents
 
 from tests.engine.build import COMPILER
 from xferlib.engine.native import VERSION, Calls
-from xferlib.protocol import Capabilities, Event, Source, Stream
+from xferlib.protocol import Capabilities, DeviceRange, Event, Stream
 
 __all__ = ["FUNCTIONS", "Device", "DeviceError", "DeviceEvent", "DeviceStream", "Driven", "built_device", "the_device"]
 
@@ -293,14 +293,14 @@ class Driven:
         on = resolved(stream)
         return array_over(address, shape, dtype, lease=lease), None if on is None else Stream(on.handle, on)
 
-    def place(self, array: Array, stream: object | None = None) -> Source:
+    def place(self, array: Array, stream: object | None = None) -> DeviceRange:
         if isinstance(array, np.generic):
             array = np.asarray(array)
         self.inner._check_array(array)
         if array.flags.c_contiguous:
             return _source(array)
         packed = _packed(array, cast("Any", resolved(stream)))
-        return Source(*_source(packed)[:2], (packed, array), _reach(array))
+        return DeviceRange(*_source(packed)[:2], (packed, array), _reach(array))
 
     def mark(self, stream: object | None = None) -> Event | None:
         on = resolved(stream)
@@ -310,13 +310,13 @@ class Driven:
         on: Any = resolved(stream)
         return [_packed(array, on) for array in map(np.asarray, arrays)]
 
-    def as_source(self, array: Array, stream: object | None = None) -> Source:
+    def as_source(self, array: Array, stream: object | None = None) -> DeviceRange:
         source, after = self.place(array, stream), self.mark(stream)
         if after is not None:
             self.order_d2h(after)
         return source
 
-    def as_target(self, array: Array, stream: object | None = None) -> Source:
+    def as_target(self, array: Array, stream: object | None = None) -> DeviceRange:
         target, after = self.inner.as_target(array), self.mark(stream)
         if after is not None:
             self.order_h2d(after)

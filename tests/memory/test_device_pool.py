@@ -23,7 +23,7 @@ from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool, idle_blocks, table
 from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING_NBYTES, DevicePool, Lease, note_reader
 from xferlib.memory.idle_blocks import size_class
-from xferlib.protocol import DeviceBlock, Source, Stream
+from xferlib.protocol import DeviceBlock, DeviceRange, Stream
 from xferlib.reaper import start_reaper
 
 MIB = 1 << 20
@@ -274,8 +274,8 @@ def test_streams_that_are_named_for_memory_inside_a_block_are_those_of_its_lease
     blocks = cache(device)
     first, second = blocks.lease(MIB, {}), blocks.lease(MIB, {})
     for offset in (0, 256, MIB - 1):
-        assert blocks.note(Source(first[0].address + offset, 1, None), Stream(offset, "kept"))
-    assert not blocks.note(Source(first[0].address - 1, 1, None), Stream(7, "of nobody"))
+        assert blocks.note(DeviceRange(first[0].address + offset, 1, None), Stream(offset, "kept"))
+    assert not blocks.note(DeviceRange(first[0].address - 1, 1, None), Stream(7, "of nobody"))
     del first
     third = blocks.lease(MIB, {})
     assert [stream.handle for stream in device.retired[0]] == [0, 256, MIB - 1]
@@ -294,7 +294,7 @@ def test_a_stream_is_noted_with_whichever_stager_has_the_memory(monkeypatch: pyt
     for number, device in enumerate(devices):
         device.allocated = [0] * 10 * number
     leases = [each.lease(MIB, {}) for each in caches]
-    note_reader(Source(leases[owner][0].address, 1, None), Stream(7, None), caches[1])
+    note_reader(DeviceRange(leases[owner][0].address, 1, None), Stream(7, None), caches[1])
     leases.clear()
     for each in caches:
         each._step(bool)
@@ -305,7 +305,7 @@ def test_memory_inside_a_block_is_ours_as_long_as_it_is_leased() -> None:
     blocks = cache(Device())
     leases = [blocks.lease(MIB, {}), blocks.lease(MIB, {})]
     start = leases[1][0].address
-    asked = [Source(start + offset, 1, None) for offset in (-1, 0, 256, MIB - 1, MIB)]
+    asked = [DeviceRange(start + offset, 1, None) for offset in (-1, 0, 256, MIB - 1, MIB)]
     assert [blocks.owns(source) for source in asked] == [False, True, True, True, False]
     del leases[1]
     # Settled: it is idle.
@@ -340,7 +340,7 @@ def test_a_question_about_memory_may_come_while_blocks_are_leased(monkeypatch: p
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, {}), blocks.lease(MIB, streams)]
-    inside = Source(leases[1][0].address + 256, 1, None)
+    inside = DeviceRange(leases[1][0].address + 256, 1, None)
     asking.append(question)
     if question == "owns":
         assert blocks.owns(inside)
@@ -373,7 +373,7 @@ def test_a_question_about_memory_may_come_while_the_table_is_mended(monkeypatch:
     blocks = cache(Device())
     streams: dict[int, Stream] = {}
     leases = [blocks.lease(MIB, streams), blocks.lease(MIB, {})]
-    inside = Source(leases[0][0].address + offset, 1, None)
+    inside = DeviceRange(leases[0][0].address + offset, 1, None)
     # As an interrupt leaves it.
     blocks._torn = True
     leases.append(blocks.lease(2 * MIB, {}))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from xferlib_host import open_stager as open_host
 
-from xferlib.protocol import DeviceBlock, Event, Source, Stream
+from xferlib.protocol import DeviceBlock, DeviceRange, Event, Stream
 
 __all__ = ["TensorStager", "as_numpy", "as_tensor"]
 
@@ -66,16 +66,16 @@ class TensorStager:
         view, found = self.inner.as_mapped(address, shape, dtype, stream=stream, lease=lease)
         return as_tensor(view), found
 
-    def place(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.place(self._memory(array), stream)
+    def place(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.place(self._memory(array), stream)
         return source
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_source(self._memory(array), stream)
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.as_source(self._memory(array), stream)
         return source
 
-    def as_target(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_target(self._memory(array), stream)
+    def as_target(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.as_target(self._memory(array), stream)
         return source
 
     def _memory(self, array: Any) -> np.ndarray[Any, Any]:

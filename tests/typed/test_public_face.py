@@ -71,6 +71,15 @@ def test_what_was_public_is_found_with_a_warning(name: str, home: str, kept: str
     assert told[0].filename == __file__
 
 
+def test_a_class_of_the_contract_is_found_by_its_first_name_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"protocol\.Source is called DeviceRange now$") as told:
+        assert protocol.Source is protocol.DeviceRange
+    assert told[0].filename == __file__
+    assert "Source" not in protocol.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'Sink'"):
+        _ = protocol.Sink  # type: ignore[attr-defined]  # The point of the test.
+
+
 @pytest.mark.parametrize("module", [xferlib, xferlib_jax], ids=["xferlib", "xferlib_jax"])
 def test_a_name_that_never_was_is_none(module: ModuleType) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'prefecth'"):

@@ -19,7 +19,7 @@ from xferlib.errors import CapabilityError, TransferError, XferError
 from xferlib.forks import stayed
 from xferlib.latch import is_over
 from xferlib.memory.foreign import MappedFile
-from xferlib.protocol import Event, Source, Stream
+from xferlib.protocol import DeviceRange, Event, Stream
 
 __all__ = ["Job", "next_id", "refuse_parents", "refuse_stream_wait"]
 
@@ -117,7 +117,7 @@ class Job:
         self.holds = False
         self.parts = 1
         self.memory: Sequence[tuple[int, int]] = ()
-        self.device: Sequence[Source] = ()
+        self.device: Sequence[DeviceRange] = ()
         self.after: Event | None = None
         self.beside: Event | None = None
         self.event: Event | None = None

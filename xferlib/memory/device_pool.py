@@ -24,7 +24,7 @@ from xferlib.latch import is_copy_thread
 from xferlib.ledger import Ledger
 from xferlib.memory.idle_blocks import NOBODY, BlockRow, IdleBlocks, Streams, size_class
 from xferlib.memory.table import Growth, Table
-from xferlib.protocol import DeviceBlock, Event, HostStager, Source, Stream
+from xferlib.protocol import DeviceBlock, DeviceRange, Event, HostStager, Stream
 from xferlib.reaper import watch
 from xferlib.tickets import ticket
 from xferlib.uninterrupted import uninterrupted
@@ -140,11 +140,11 @@ class DevicePool(Table):
         wanted = Counter(map(size_class, sizes))
         return sum([max(0, count - len(self._idle.get(size, ()))) for size, count in wanted.items()]) > 1
 
-    def owns(self, source: Source) -> bool:
+    def owns(self, source: DeviceRange) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""
         return self._found(source.address) is not None
 
-    def note(self, target: Source, stream: Stream) -> bool:
+    def note(self, target: DeviceRange, stream: Stream) -> bool:
         """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this pool."""
         row = self._found(target.address)
         if row is None:
@@ -578,7 +578,7 @@ _open: dict[int, DevicePool] = {}
 os.register_at_fork(after_in_child=_open.clear)
 
 
-def note_reader(target: Source, stream: Stream, own: DevicePool) -> None:
+def note_reader(target: DeviceRange, stream: Stream, own: DevicePool) -> None:
     """Note a stream that may read this memory, in the pool that has it. `own` is asked first; if no pool has it, nothing is
     noted."""
     if not own.note(target, stream):

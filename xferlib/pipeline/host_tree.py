@@ -26,7 +26,7 @@ from xferlib.memory.arrays import Array, address_of, check_dtype, host_array
 from xferlib.memory.blocks import ALIGNMENT, round_up
 from xferlib.pending import Reading
 from xferlib.pipeline.failed import Failed
-from xferlib.protocol import Source
+from xferlib.protocol import DeviceRange
 from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
@@ -44,7 +44,7 @@ class _Group(NamedTuple):
     arrays: list[Array]
     spec: Spec
     described: list[Alike]
-    memory: Source
+    memory: DeviceRange
     """All of it, as a stager of the host sees what it saves."""
 
 
@@ -266,7 +266,7 @@ class HostTree:
                 on_device.append((leaf, array))
         if on_device:
             self._stager.get([leaf for leaf, _ in on_device], out=[array for _, array in on_device]).synchronize()
-        return _Group(arrays, spec, described, Source(address_of(memory), memory.nbytes, None))
+        return _Group(arrays, spec, described, DeviceRange(address_of(memory), memory.nbytes, None))
 
     def _each(self, names: Iterator[str], ahead: int) -> Iterator[tuple[str, Any]]:
         coming: deque[tuple[str, Transfer[Any] | Failed]] = deque()

@@ -21,7 +21,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
 from xferlib.pending import Fill
-from xferlib.protocol import Event, HostStager, Source
+from xferlib.protocol import DeviceRange, Event, HostStager
 from xferlib.staging.coalesce import CoalescedCopy, copy_in
 
 __all__ = ["LARGEST_BUFFER_NBYTES", "BounceBuffers"]
@@ -68,7 +68,7 @@ class BounceBuffers:
         self,
         coalesced: CoalescedCopy,
         nbytes: int = 0,
-        overwritten: Sequence[Source] = (),
+        overwritten: Sequence[DeviceRange] = (),
         target: object = None,
         pinned: Sequence[Array] = (),
     ) -> Event:

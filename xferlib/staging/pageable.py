@@ -26,7 +26,7 @@ from xferlib.memory.blocks import ALIGNMENT, PAGE
 from xferlib.memory.foreign import file_of
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.packing import PackedBlock
-from xferlib.protocol import Event, HostStager, Source, Stream
+from xferlib.protocol import DeviceRange, Event, HostStager, Stream
 from xferlib.staging.bounce import LARGEST_BUFFER_NBYTES, BounceBuffers
 from xferlib.staging.coalesce import CoalescedCopy, Placed, coalesce, packed_copy
 from xferlib.staging.profile import StagingProfile, given_profile
@@ -76,7 +76,7 @@ class Staging:
         leaves: Sequence[Placed],
         total: int,
         pinned: Sequence[Array] = (),
-        overwritten: Sequence[Source] = (),
+        overwritten: Sequence[DeviceRange] = (),
         target: object = None,
     ) -> Event | None:
         """Start the copies of pageable arrays; their memory is free on return. Return the event behind all copies of the put, which
@@ -157,7 +157,7 @@ class Staging:
         job.sources, job.kept = sources, target
         return job
 
-    def stage_one(self, address: int, array: Array, overwritten: Sequence[Source], target: object) -> Event | None:
+    def stage_one(self, address: int, array: Array, overwritten: Sequence[DeviceRange], target: object) -> Event | None:
         """Start the copy of one pageable array, which is free on return; None: it would take more than one copy, and nothing was
         started.
 
@@ -198,7 +198,7 @@ class Staging:
     def copy_out(
         self,
         transfers: Sequence[tuple[int, Array]],
-        sources: Sequence[Source],
+        sources: Sequence[DeviceRange],
         before: Event | None,
         after: Event | None,
         *,
@@ -225,7 +225,7 @@ class Staging:
         self._ledger.d2h.nbytes += nbytes
         return job
 
-    def fill_small(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
+    def fill_small(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[DeviceRange], after: Event | None) -> bool:
         """Copy as `copy_out` does, and block until it is done, if that takes microseconds. False: call `copy_out` instead."""
         small, jobs = self._small_gets, self._ledger.jobs
         # Without chunks of its own the engine would have to wait for the memory of the copy that was given up.

@@ -24,7 +24,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import ALIGNMENT, HostBlock, round_up
 from xferlib.memory.pinned_pool import KEPT_SHARE, PinnedPool
 from xferlib.pending import Fill
-from xferlib.protocol import Event, HostStager, Source, Stream
+from xferlib.protocol import DeviceRange, Event, HostStager, Stream
 
 __all__ = ["FILLED", "SmallGets"]
 
@@ -116,7 +116,7 @@ class SmallGets:
             fill.over = True
             self._jobs.remove(fill)
 
-    def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source], after: Event | None) -> bool:
+    def fill(self, transfers: Sequence[tuple[int, Array]], sources: Sequence[DeviceRange], after: Event | None) -> bool:
         """Copy from device addresses into C-contiguous arrays, once `after` is reached. False: the engine must do it.
 
         No earlier get writes these arrays, or still has copies of this direction to start. The engine has a chunk: it must not need
@@ -163,7 +163,7 @@ class SmallGets:
         self._idle.clear()
         return found
 
-    def _start(self, block: HostBlock, transfers: Sequence[tuple[int, Array]], sources: Sequence[Source]) -> Event:
+    def _start(self, block: HostBlock, transfers: Sequence[tuple[int, Array]], sources: Sequence[DeviceRange]) -> Event:
         start = block.address
         try:
             for address, array in transfers:

@@ -16,7 +16,7 @@ from tests.mutants.laws.arena import ArenaHost
 from tests.mutants.laws.broken import BrokenBackend, broken_backend, broken_core
 from tests.mutants.laws.host_ownership import stand_before
 from xferlib.in_flight import Entry, InFlight
-from xferlib.protocol import Event, Source
+from xferlib.protocol import DeviceRange, Event
 from xferlib.stager import Stager
 from xferlib.staging.pageable import BorrowedCopy, Staging
 from xferlib.transfer import Transfer
@@ -109,8 +109,8 @@ class IgnoresOffsets(BrokenBackend):
 class IgnoresStrides(BrokenBackend):
     """Reads a view that is not contiguous as if it were."""
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
-        return Source(array.__array_interface__["data"][0], array.nbytes, array)
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
+        return DeviceRange(array.__array_interface__["data"][0], array.nbytes, array)
 
 
 @broken_backend("test_law01_put_takes_any_layout[pinned]", "test_law01_put_takes_any_layout[registered]", hooks=Host)
@@ -368,10 +368,10 @@ def holds_nothing_where_locking_waits(patch: pytest.MonkeyPatch) -> None:
 class ForgetsTheArray(BrokenBackend):
     """Gives the core nothing to hold while it reads an array."""
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_source(array, stream)
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.as_source(array, stream)
         return source._replace(keepalive=None)
 
-    def place(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.place(array, stream)
+    def place(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.place(array, stream)
         return source._replace(keepalive=None)

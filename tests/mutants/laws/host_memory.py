@@ -21,7 +21,7 @@ from xferlib.in_flight import Entry, InFlight
 from xferlib.ledger import Ledger
 from xferlib.memory.device_pool import DevicePool
 from xferlib.pending import Jobs
-from xferlib.protocol import Capabilities, Event, Source, Stream
+from xferlib.protocol import Capabilities, DeviceRange, Event, Stream
 from xferlib.stager import Stager
 from xferlib.staging.pageable import Staging
 from xferlib.stats import Stats
@@ -416,8 +416,8 @@ class RegistersNothing(BrokenBackend):
 class PutsElsewhere(BrokenBackend):
     """Declares `put_into`, and overwrites a copy."""
 
-    def as_target(self, array: Any, stream: object | None = None) -> Source:
-        target: Source = self.inner.as_target(np.copy(array), stream)
+    def as_target(self, array: Any, stream: object | None = None) -> DeviceRange:
+        target: DeviceRange = self.inner.as_target(np.copy(array), stream)
         return target
 
 

@@ -15,7 +15,7 @@ from xferlib_host.conformance import TestHost as Host
 from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, broken_backend, broken_core
 from xferlib import protocol
 from xferlib.latch import is_copy_thread
-from xferlib.protocol import HostStager, Source
+from xferlib.protocol import DeviceRange, HostStager
 
 __all__: list[str] = []
 
@@ -341,8 +341,8 @@ class OrdersNothing(BrokenEvents):
 class DoesNotWaitForTheProducer(BrokenBackend):
     """Accepts the stream that produces an array and does not wait for it."""
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_source(array)
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.as_source(array)
         return source
 
     def mark(self, stream: object | None = None) -> None:
@@ -353,7 +353,7 @@ class DoesNotWaitForTheProducer(BrokenBackend):
 class ReadsTogetherBeforeTheProducers(BrokenBackend):
     """Reads the leaves of a tree together, and does not wait for the stream that produces one of them."""
 
-    def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[Source]:
+    def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[DeviceRange]:
         return [self.inner.as_source(array) for array in arrays]
 
 
@@ -361,8 +361,8 @@ class ReadsTogetherBeforeTheProducers(BrokenBackend):
 class DoesNotWaitForReaders(BrokenBackend):
     """Accepts the stream that reads an array and overwrites it at once."""
 
-    def as_target(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_target(array)
+    def as_target(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.as_target(array)
         return source
 
 

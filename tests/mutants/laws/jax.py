@@ -16,7 +16,7 @@ from xferlib_jax.conformance import TestJax as Jax
 from xferlib_jax.conformance import bench
 
 from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents, KeepsTheInterpreter, Mutant
-from xferlib.protocol import Event, Source
+from xferlib.protocol import DeviceRange, Event
 
 __all__ = ["MUTANTS", "JaxMutant"]
 
@@ -150,18 +150,18 @@ def forget(lease: object) -> None:
 class ReadsWhatNobodyKeeps(BrokenBackend):
     """Names the memory of an array that is to be read, and holds nothing of it."""
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
         source = self.inner.as_source(array, stream)
-        return Source(source.address, source.nbytes, None)
+        return DeviceRange(source.address, source.nbytes, None)
 
 
 @broken_jax("test_law05_get_returns_while_its_producer_is_held", "test_law06_put_completes_while_a_get_waits_for_its_producer")
 class AsksJaxForTheAddress(BrokenBackend):
     """Waits for an array before it starts to get it, as asking JAX where an array lies does."""
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
         array.block_until_ready()
-        source: Source = self.inner.as_source(array, stream)
+        source: DeviceRange = self.inner.as_source(array, stream)
         return source
 
 

@@ -20,7 +20,7 @@ from tests.mutants.laws.broken import BrokenBackend, BrokenEvent, BrokenEvents
 from tests.mutants.laws.cuda import LAW06, LAW13, Listing
 from xferlib.conformance import Hold, cuda
 from xferlib.in_flight import Entry, InFlight
-from xferlib.protocol import Source, Stream
+from xferlib.protocol import DeviceRange, Stream
 
 __all__ = ["MUTANTS"]
 
@@ -106,32 +106,32 @@ class ReadsBeforeTheProducer(BrokenBackend):
 
     as_sources = None
 
-    def as_source(self, array: Any, stream: object | None = None) -> Source:
-        return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
+    def as_source(self, array: Any, stream: object | None = None) -> DeviceRange:
+        return DeviceRange(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
 @listing.broken(*(f"test_law07_get_of_a_tree_reads_after_the_producer_of_each_leaf[{place}]" for place in range(3)))
 class ReadsTogetherBeforeTheProducers(BrokenBackend):
     """Reads the leaves of a tree together, without a look at what the stream has enqueued."""
 
-    def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[Source]:
-        return [Source(array.gpu_data.device_pointer_value, array.nbytes, array) for array in arrays]
+    def as_sources(self, arrays: list[Any], stream: object | None = None) -> list[DeviceRange]:
+        return [DeviceRange(array.gpu_data.device_pointer_value, array.nbytes, array) for array in arrays]
 
 
 @listing.broken("test_law07_put_into_waits_for_readers_that_were_enqueued")
 class WritesUnderReaders(BrokenBackend):
     """Starts a put into an array without a look at what the stream has enqueued."""
 
-    def as_target(self, array: Any, stream: object | None = None) -> Source:
-        return Source(array.gpu_data.device_pointer_value, array.nbytes, array)
+    def as_target(self, array: Any, stream: object | None = None) -> DeviceRange:
+        return DeviceRange(array.gpu_data.device_pointer_value, array.nbytes, array)
 
 
 @listing.broken("test_law11_put_into_overwrites_in_place_or_is_refused", "test_law01_put_into_overwrites_the_array_of_the_caller")
 class PutsIntoACopy(BrokenBackend):
     """Declares that arrays of the caller's may be overwritten, and overwrites a copy."""
 
-    def as_target(self, array: Any, stream: object | None = None) -> Source:
-        source: Source = self.inner.as_target(bench().empty(array.shape, array.dtype), stream)
+    def as_target(self, array: Any, stream: object | None = None) -> DeviceRange:
+        source: DeviceRange = self.inner.as_target(bench().empty(array.shape, array.dtype), stream)
         return source
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xferlib.errors import BackendUnavailableError
-from xferlib.protocol import Capabilities, DeviceBlock, Event, Source, Stream
+from xferlib.protocol import Capabilities, DeviceBlock, DeviceRange, Event, Stream
 
 
 class ToyError(Exception):
@@ -142,22 +142,22 @@ class ToyStager:
         raw: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(block.address + offset)
         return ToyArray(np.ndarray(shape, dtype, raw), after, lease)
 
-    def place(self, array: ToyArray, stream: object | None = None) -> Source:
+    def place(self, array: ToyArray, stream: object | None = None) -> DeviceRange:
         if not isinstance(array, ToyArray):
             raise TypeError(f"expected a ToyArray, got {type(array)!r}")
         if array.ready is not None:
             self.producers.run(array.ready.synchronize)
-        return Source(array.values.ctypes.data, array.values.nbytes, array)
+        return DeviceRange(array.values.ctypes.data, array.values.nbytes, array)
 
     def mark(self, stream: object | None = None) -> Event:
         return self.producers.record()
 
-    def as_source(self, array: ToyArray, stream: object | None = None) -> Source:
+    def as_source(self, array: ToyArray, stream: object | None = None) -> DeviceRange:
         source = self.place(array)
         self.order_d2h(self.mark())
         return source
 
-    def as_target(self, array: ToyArray, stream: object | None = None) -> Source:
+    def as_target(self, array: ToyArray, stream: object | None = None) -> DeviceRange:
         raise TypeError("toy arrays are immutable")  # Never called: `put_into` is off.
 
     def retire(self, streams: Iterable[Stream]) -> Event | None:
