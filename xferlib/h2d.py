@@ -222,22 +222,22 @@ class HostToDevice:
 
     def _note_stream(self, overwritten: Sequence[DeviceRange], handle: int, stream: Stream) -> None:
         """Note a stream that may read arrays of the caller's. The memory of some of them may be a stager's."""
-        for place in overwritten:
-            note_reader(place, stream, self._blocks)
+        for target in overwritten:
+            note_reader(target, stream, self._blocks)
 
     def _many(self, sources: list[HostLeaf], spec: Spec, into: Any, stream: object | None) -> Transfer:
         """Put a tree, as `one` puts one array."""
         overwritten: list[DeviceRange] = []
         if into is None:
-            streams, packing, leases, addresses = self._room(sources, stream)
+            streams, packing, leases, addresses = self._lease_packed(sources, stream)
             event = self._begin(addresses, sources, packing.numbers, leases, ())
         else:
-            overwritten = self._places(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
+            overwritten = self._target_ranges(sources, spec, self._trees.flatten_like(spec, into, name="into"), stream)
             if self._may_have_readers():
-                for place in overwritten:
-                    self._order_after_users(place)
+                for target in overwritten:
+                    self._order_after_users(target)
             event = self._begin(
-                [place.address for place in overwritten], sources, range(len(overwritten)), overwritten, overwritten
+                [target.address for target in overwritten], sources, range(len(overwritten)), overwritten, overwritten
             )
         try:
             if into is None:
@@ -253,7 +253,7 @@ class HostToDevice:
             self._h2d.wait(event)
             raise
 
-    def _room(self, sources: list[HostLeaf], stream: object | None) -> tuple[Streams, Packing, list[Lease], list[int]]:
+    def _lease_packed(self, sources: list[HostLeaf], stream: object | None) -> tuple[Streams, Packing, list[Lease], list[int]]:
         """Lease fresh memory for a tree, and say where in it each leaf belongs. `stream` is checked first."""
         if stream is not None:
             self._backend.check_stream(stream)
@@ -262,26 +262,26 @@ class HostToDevice:
         leases = self._leases(packing, streams)
         return streams, packing, leases, packing.addresses([block.address for block, _ in leases])
 
-    def _places(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[DeviceRange]:
+    def _target_ranges(self, sources: list[HostLeaf], spec: Spec, targets: list[Any], stream: object | None) -> list[DeviceRange]:
         overwritten: list[DeviceRange] = []
         index = 0
         try:
-            # All checks first: a backend that is asked for a place makes every later copy wait for what the target waits for.
+            # All checks first: a backend that is asked where one lies makes every later copy wait for what the target waits for.
             for index, (target, (source, _)) in enumerate(zip(targets, sources, strict=True)):  # noqa: B007  # The note says it.
                 self._check_target(target, source)
-            # Only the backend knows where a target lies and whether it may be written. If it refuses one after another target got
-            # its place, later copies were held up for nothing: they are late, not wrong.
+            # Only the backend knows where a target lies and whether it may be written. If it refuses one after another target was
+            # found, later copies were held up for nothing: they are late, not wrong.
             for index, target in enumerate(targets):  # noqa: B007  # The note says it.
                 overwritten.append(self._as_target(target, stream))
         except (TypeError, ValueError) as error:
             error.add_note(f"into: {path(spec, index)}")
             raise
-        check_apart([(place.address, place.nbytes) for place in overwritten], "into")
+        check_apart([(memory.address, memory.nbytes) for memory in overwritten], "into")
         return overwritten
 
     def _borrowed(self, sources: list[HostLeaf], spec: Spec, stream: object | None) -> Transfer:
         """Put a tree and borrow its pageable leaves, which threads of ours copy after this has returned."""
-        streams, packing, leases, addresses = self._room(sources, stream)
+        streams, packing, leases, addresses = self._lease_packed(sources, stream)
         staged: list[Placed] = []
         pinned: list[Array] = []
         try:
@@ -369,24 +369,24 @@ class HostToDevice:
             ledger.d2h.reap()
         return not self._ledger.has_no_readers
 
-    def _order_after_users(self, place: DeviceRange) -> None:
+    def _order_after_users(self, target: DeviceRange) -> None:
         """Let the copy wait for earlier copies that still use what it will overwrite: the user's streams know nothing of them.
 
         If those belong to a stager of another backend or device, the host waits for them: no stream of this one could.
         """
         for ledger in all_ledgers():
-            ledger.jobs.wait_issued(place)
+            ledger.jobs.wait_issued(target)
             for job in list(ledger.jobs.d2h.values()):
-                if any(uses(source, place) for source in job.device):
+                if any(uses(used, target) for used in job.device_ranges):
                     self._order_after(job.event, ledger, job)
             for reading in list(ledger.jobs.readings.values()):
                 # Some copies are not started, so no stream can wait for them. What they are behind then is in an entry.
-                if any(uses(source, place) for source in reading.device):
+                if any(uses(used, target) for used in reading.device_ranges):
                     reading.wait()
             if not ledger.d2h.busy and (ledger is self._ledger or not ledger.h2d.busy):
                 continue
             for entry in ledger.d2h.entries() if ledger is self._ledger else ledger.entries():
-                if not entry.uses_device(place):
+                if not entry.uses_device(target):
                     continue
                 self._order_after(entry.event, ledger, entry.event)
 

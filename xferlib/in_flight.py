@@ -43,19 +43,19 @@ class Entry(NamedTuple):
     recorded: int
     """`asked` and this are points of one count, before and after the event was recorded. If two entries do not overlap, their order
     is known."""
-    host: Sequence[Array]
+    host_arrays: Sequence[Array]
     """What copies read or write directly; what was staged is not in here."""
-    device: Sequence[DeviceRange]
+    device_ranges: Sequence[DeviceRange]
     """Arrays of the user's that copies read or write."""
     keepalive: object
 
     def uses_host(self, address: int, nbytes: int) -> bool:
         """Tell whether a copy may still read or write part of this host memory."""
-        return any(meet(address_of(array), array.nbytes, address, nbytes) for array in self.host)
+        return any(meet(address_of(array), array.nbytes, address, nbytes) for array in self.host_arrays)
 
     def uses_device(self, target: DeviceRange) -> bool:
         """Tell whether a copy may still read or write part of this device memory, or of host memory that it is a view of."""
-        return any(uses(source, target) for source in self.device) or self.uses_host(target.address, target.nbytes)
+        return any(uses(used, target) for used in self.device_ranges) or self.uses_host(target.address, target.nbytes)
 
 
 _ASKED, _RECORDED = itemgetter(0), itemgetter(2)
@@ -93,8 +93,8 @@ class InFlight:
     def add(
         self,
         nbytes: int,
-        host: Sequence[Array],
-        device: Sequence[DeviceRange] = (),
+        host_arrays: Sequence[Array],
+        device_ranges: Sequence[DeviceRange] = (),
         keepalive: object = None,
         *,
         looked: bool = False,
@@ -105,7 +105,7 @@ class InFlight:
         """
         asked = self._count()
         event = self._record()
-        entry: Entry = _NEW(Entry, (asked, event, self._count(), host, device, keepalive))
+        entry: Entry = _NEW(Entry, (asked, event, self._count(), host_arrays, device_ranges, keepalive))
         self.table[asked] = entry
         self.nbytes += nbytes
         # The count decides, which a transfer advances by two. The number of entries does not: it stays the same while as many end
@@ -114,32 +114,32 @@ class InFlight:
             self.reap(newest=asked)
         return entry
 
-    def quiesce(self, keepalive: object, host: Sequence[Array] = (), device: Sequence[DeviceRange] = ()) -> bool:
+    def quiesce(self, keepalive: object, host_arrays: Sequence[Array] = (), device_ranges: Sequence[DeviceRange] = ()) -> bool:
         """Block until what a failed start has left under way is done. False: nobody can know, and `keepalive` is kept for good.
 
-        If this is interrupted in turn, what may still be read or written is in flight as ever: `host`, `device`, see `Entry`. Only
-        an interrupt before its first instruction leaves that known to nobody.
+        If this is interrupted in turn, what may still be read or written is in flight as ever: `host_arrays`, `device_ranges`, see
+        `Entry`. Only an interrupt before its first instruction leaves that known to nobody.
         A finalizer on a thread that makes the copies does not wait, since it would wait for itself: `keepalive` is held meanwhile.
         """
         try:
-            event = self.add(0, host, device, keepalive).event
+            event = self.add(0, host_arrays, device_ranges, keepalive).event
         except self._failures:
             # Better to lose the memory than to have it written under its next owner.
             self._stuck.append(keepalive)
             return False
         except BaseException:
-            self._hold(keepalive, host, device)
+            self._hold(keepalive, host_arrays, device_ranges)
             raise
         if not is_copy_thread():
             self.wait(event)
         return True
 
-    def _hold(self, keepalive: object, host: Sequence[Array], device: Sequence[DeviceRange]) -> None:
+    def _hold(self, keepalive: object, host_arrays: Sequence[Array], device_ranges: Sequence[DeviceRange]) -> None:
         """Hold it until nobody uses it, though `quiesce` was interrupted, or met what the backend does not name: else for good."""
         if any(entry.keepalive is keepalive for entry in self.entries()):
             return
         try:
-            self.add(0, host, device, keepalive)
+            self.add(0, host_arrays, device_ranges, keepalive)
         except BaseException:
             self._stuck.append(keepalive)
 
@@ -254,11 +254,11 @@ def let_go(table: dict[int, Entry], event: Event) -> None:
         table.pop(newest, None)
 
 
-def uses(source: DeviceRange, target: DeviceRange) -> bool:
+def uses(used: DeviceRange, target: DeviceRange) -> bool:
     """Tell whether a copy, or the work that gathers its elements before it, uses part of the target's memory."""
-    if meet(source.address, source.nbytes, target.address, target.nbytes):
+    if meet(used.address, used.nbytes, target.address, target.nbytes):
         return True
-    return source.origin is not None and meet(*source.origin, target.address, target.nbytes)
+    return used.origin is not None and meet(*used.origin, target.address, target.nbytes)
 
 
 def meet(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:

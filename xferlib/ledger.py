@@ -87,7 +87,7 @@ class Ledger:
         """
 
         def reads(work: Entry | Job | Reading) -> bool:
-            if any(map(owns, work.device)):
+            if any(map(owns, work.device_ranges)):
                 return True
             # They may be this stager's, and nobody else has them perhaps. Asked second: one that ends forgets first where they lie.
             return isinstance(work, Reading) and work.finds_later and not work.reached()
@@ -98,11 +98,11 @@ class Ledger:
         """Block until something has ended that may hold memory of this stager's pinned pool, as `wait_for_device` does."""
 
         def uses_array(entry: Entry) -> bool:
-            return any(owns(address_of(array), array.nbytes) for array in entry.host)
+            return any(owns(address_of(array), array.nbytes) for array in entry.host_arrays)
 
         def uses_memory(work: Job | Reading) -> bool:
             # A job that has no chunk yet may be waiting for room itself, and so may a reading.
-            return isinstance(work, Job) and work.holds and any(owns(*memory) for memory in work.memory)
+            return isinstance(work, Job) and work.holds and any(owns(*memory) for memory in work.host_ranges)
 
         return self.wait_oldest(pinned=True) or wait_for_others(self, uses_array, uses_memory)
 

@@ -61,13 +61,13 @@ class Reading:
     Any thread. Nobody waits for it on a thread that is to start the copies, or to make them: the wait would never end.
     """
 
-    __slots__ = ("_changed", "_dropped", "_over", "closing", "device", "drop", "finds_later", "id", "maker", "threads")
+    __slots__ = ("_changed", "_dropped", "_over", "closing", "device_ranges", "drop", "finds_later", "id", "maker", "threads")
 
     holds = False
 
-    def __init__(self, device: Sequence[DeviceRange], *, finds_later: bool = False) -> None:
+    def __init__(self, device_ranges: Sequence[DeviceRange], *, finds_later: bool = False) -> None:
         self.id = next_id()
-        self.device = device
+        self.device_ranges = device_ranges
         self.finds_later = finds_later
         """Whether it holds arrays of which nobody knows yet where they lie, or not any more."""
         self.maker: int | None = threading.get_ident()
@@ -98,7 +98,7 @@ class Reading:
         self.closing = threading.get_ident()
         # Behind the arrays: who waits for their memory looks for room next. Until then it goes on waiting.
         self.finds_later = True
-        self.device = ()
+        self.device_ranges = ()
         self._over = True
         self._changed.wake()
 
@@ -148,7 +148,7 @@ class Jobs:
     def using(self, memory: Sequence[tuple[int, int]]) -> list[Job]:
         """Return the jobs that still read or write part of this memory of the caller's: address and bytes of each range."""
         jobs = [*self.h2d.values(), *self.d2h.values()]
-        return [job for job in jobs if any(meet(*one, *other) for one in job.memory for other in memory) and not job.reached()]
+        return [job for job in jobs if any(meet(*one, *other) for one in job.host_ranges for other in memory) and not job.reached()]
 
     def add(self, fill: Fill) -> None:
         """Count memory as in flight until its thread says that it is."""
@@ -204,7 +204,7 @@ class Jobs:
         """
         me = threading.get_ident()
         for job in list(self.d2h.values()):
-            if target is not None and not any(uses(source, target) for source in job.device):
+            if target is not None and not any(uses(used, target) for used in job.device_ranges):
                 continue
             # If this thread is starting it, this is a finalizer, and the job can only wait for that.
             if not is_copy_thread() and job.owner != me:

@@ -294,7 +294,7 @@ def test_the_array_is_known_as_read_until_the_copy_has_come(stager: xferlib.Stag
     with held(d2h(stager)):
         stager.get(device, out=np.zeros(64, np.uint8))
         (entry,) = stager._ledger.d2h.entries()
-        (source,) = entry.device
+        (source,) = entry.device_ranges
         assert source.address == device.ctypes.data
         assert isinstance(entry.keepalive, HostBlock)
 

@@ -64,9 +64,9 @@ class Job:
     Attributes:
         owner: The thread that is starting it, which must not wait for it. None: the engine has all that it needs.
         holds: Whether pinned memory comes back when it has finished.
-        parts: How many chunks it can use at once.
-        memory: The ranges of the caller's host memory that are used until it has finished.
-        device: The memory of the caller's on the device that it reads.
+        most_chunks: How many chunks it can use at once.
+        host_ranges: The ranges of the caller's host memory that are used until it has finished.
+        device_ranges: The device memory of the caller's that it reads.
         kept: Held until it has finished.
         sources: Arrays that it reads, held until they are staged.
         file: Where sources lie in the mapping of this file, the engine reads them from the file itself.
@@ -84,18 +84,18 @@ class Job:
         "after",
         "beside",
         "cause",
-        "device",
+        "device_ranges",
         "event",
         "file",
         "given_up",
         "holds",
+        "host_ranges",
         "id",
         "jobs",
         "kept",
-        "memory",
+        "most_chunks",
         "ours",
         "owner",
-        "parts",
         "sources",
         "submitted",
     )
@@ -115,9 +115,9 @@ class Job:
         self._let_go_of_lost = let_go_of_lost
         self.owner = owner
         self.holds = False
-        self.parts = 1
-        self.memory: Sequence[tuple[int, int]] = ()
-        self.device: Sequence[DeviceRange] = ()
+        self.most_chunks = 1
+        self.host_ranges: Sequence[tuple[int, int]] = ()
+        self.device_ranges: Sequence[DeviceRange] = ()
         self.after: Event | None = None
         self.beside: Event | None = None
         self.event: Event | None = None
@@ -237,7 +237,7 @@ class Job:
     def _end(self) -> None:
         """Forget the job: it has finished. Twice is fine. If an interrupt cuts this short, the next look does it again."""
         self.sources = self.kept = self.after = self.file = None
-        self.memory = self.device = ()
+        self.host_ranges = self.device_ranges = ()
         # The engine forgets only what it has told of.
         while quick().xe_forget(self.id) == BUSY:
             quick().xe_finished((ctypes.c_uint64 * FINISHED_AT_ONCE)(), FINISHED_AT_ONCE)

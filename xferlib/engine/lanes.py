@@ -166,8 +166,8 @@ class Lane:
         """Get chunks for a job of so many bytes, as far as the pool has room, and at least one. Raises `AllocationError`."""
         # As many as it fills, so that all its copies can be in the stream before the first is done; and as many as earlier jobs
         # have, since they keep theirs while they are held. To the device, a part ends where its block of device memory ends.
-        job.parts = -(-nbytes // self.nbytes) + blocks - 1
-        goal = min(self._most, sum([other.parts for other in list(self.jobs.values())]))
+        job.most_chunks = -(-nbytes // self.nbytes) + blocks - 1
+        goal = min(self._most, sum([other.most_chunks for other in list(self.jobs.values())]))
         if len(self._blocks) + len(self._growing) < goal:
             uninterrupted(partial(self._grow_to, goal))
         while not self._blocks:
@@ -274,8 +274,8 @@ class Lane:
                 with suppress(AllocationError):
                     block = self._pool.try_take(count * self.nbytes)
                     if block is not None:
-                        for number, part in zip(numbers, block.parts(self.nbytes), strict=False):
-                            self._add(number, part, numbers[0])
+                        for number, chunk in zip(numbers, block.split(self.nbytes), strict=False):
+                            self._add(number, chunk, numbers[0])
                         return True
         finally:
             for number in numbers:

@@ -70,6 +70,6 @@ class HostBlock:
         self._held = held
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
-    def parts(self, nbytes: int) -> list[HostBlock]:
+    def split(self, nbytes: int) -> list[HostBlock]:
         """Return blocks of so many bytes each, side by side: this one is given back when the last of them is gone."""
         return [HostBlock(self.address + start, nbytes, self._held) for start in range(0, self.nbytes - nbytes + 1, nbytes)]

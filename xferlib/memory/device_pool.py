@@ -140,9 +140,9 @@ class DevicePool(Table):
         wanted = Counter(map(size_class, sizes))
         return sum([max(0, count - len(self._idle.get(size, ()))) for size, count in wanted.items()]) > 1
 
-    def owns(self, source: DeviceRange) -> bool:
+    def owns(self, memory: DeviceRange) -> bool:
         """Tell whether this memory is in a block that is leased. Takes no lock."""
-        return self._found(source.address) is not None
+        return self._found(memory.address) is not None
 
     def note(self, target: DeviceRange, stream: Stream) -> bool:
         """Note a stream that may read this memory until the lease of its block ends. False: it is in no block of this pool."""

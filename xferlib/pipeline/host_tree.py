@@ -365,10 +365,10 @@ class HostTree:
 
         Raises `XferError` on a thread that is to read it itself, and so would wait for good.
         """
-        place = self._group(name).memory
+        home = self._group(name).memory
 
         def reads(work: Entry | Job | Reading) -> bool:
-            return any(uses(source, place) for source in work.device)
+            return any(uses(used, home) for used in work.device_ranges)
 
         for ledger in all_ledgers():
             for reading in filter(reads, list(ledger.jobs.readings.values())):

@@ -74,9 +74,10 @@ class BounceBuffers:
     ) -> Event:
         """Start a coalesced copy, and enter it as in flight; its arrays are free on return.
 
-        `nbytes`: so many are counted; none if the caller counts them. `overwritten`: see `Entry.device`. `target` is kept, too, if
-        nobody can say when the copy ends. `pinned`: arrays whose copies were started before, and are in flight until this one is
-        done.
+        - `nbytes`: so many are counted; none if the caller counts them.
+        - `overwritten`: see `Entry.device_ranges`.
+        - `target`: kept, too, if nobody can say when the copy ends.
+        - `pinned`: arrays whose copies were started before, and are in flight until this one is done.
         """
         fills: list[Fill] = []
         try:

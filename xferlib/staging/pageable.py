@@ -82,9 +82,12 @@ class Staging:
         """Start the copies of pageable arrays; their memory is free on return. Return the event behind all copies of the put, which
         is entered as in flight; None: the caller is to enter one.
 
-        Bytes between leaves of one block, up to the next multiple of 256, may be lost. `total`: bytes of the put; `pinned`: its
-        arrays whose copies are started; `overwritten`: see `Entry.device`. `target`: what is copied to. A job keeps it while it may
-        start copies, though whoever waits for it is interrupted.
+        Bytes between leaves of one block, up to the next multiple of 256, may be lost.
+
+        - `total`: bytes of the put.
+        - `pinned`: its arrays whose copies are started.
+        - `overwritten`: see `Entry.device_ranges`.
+        - `target`: what is copied to. A job keeps it while it may start copies, though whoever waits for it is interrupted.
         """
         self._count(len(leaves))
         nbytes = sum([leaf.array.nbytes for leaf in leaves])
@@ -190,7 +193,7 @@ class Staging:
         # Nobody borrows arrays of several files at once, so the first tells for all.
         file = file_of(whole[0].array)
         job = self._job(whole, until_started)
-        job.memory, job.file = [(host, size) for host, _, size, _ in listed], file
+        job.host_ranges, job.file = [(host, size) for host, _, size, _ in listed], file
         self._start(self._lanes[H2D], job, listed, nbytes, len({leaf.block for leaf in whole}), meanwhile)
         self._ledger.h2d.nbytes += nbytes
         return BorrowedCopy(job)
@@ -214,7 +217,7 @@ class Staging:
         whole = [(address, array) for address, array in transfers if array.nbytes]
         nbytes = sum([array.nbytes for _, array in whole])
         job = self._lanes[D2H].job(owner=threading.get_ident())
-        job.kept, job.device, job.memory = (transfers, sources), sources, [extent(array) for _, array in whole]
+        job.kept, job.device_ranges, job.host_ranges = (transfers, sources), sources, [extent(array) for _, array in whole]
         job.after, job.beside, job.ours = after, before, ours
         self._wait_for_writers(job)
         if not self._lanes[D2H].has_chunks or self._small_gets.is_missed:
@@ -300,7 +303,7 @@ class Staging:
 
     def _wait_for_writers(self, job: Job) -> None:
         """Block until no earlier get writes memory of this one: a small get may overtake it."""
-        for other in self._ledger.jobs.using(job.memory):
+        for other in self._ledger.jobs.using(job.host_ranges):
             # If this thread is starting the other job, this is a finalizer, and the other job can only wait for it.
             if other.owner == job.owner:
                 continue
@@ -338,7 +341,7 @@ class BorrowedCopy:
         if job is not None:
             event = job.enqueued()
             # Perhaps nobody asks for the end of the job before the stager's next transfer.
-            job.sources, job.kept, job.memory = None, None, ()
+            job.sources, job.kept, job.host_ranges = None, None, ()
             return event
         assert self._event is not None
         return self._event

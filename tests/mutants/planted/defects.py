@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "nothing is kept alive for a copy",
         "xferlib/in_flight.py",
-        "_NEW(Entry, (asked, event, self._count(), host, device, keepalive))",
+        "_NEW(Entry, (asked, event, self._count(), host_arrays, device_ranges, keepalive))",
         "_NEW(Entry, (asked, event, self._count(), (), (), None))",
     ),
     Mutant(
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant(
         "into does not wait for a get that reads",
         "xferlib/h2d.py",
-        "                if not entry.uses_device(place):\n",
+        "                if not entry.uses_device(target):\n",
         "                if True:\n",
     ),
     Mutant(

@@ -199,11 +199,11 @@ MUTANTS = [
         "copy(address, source.address + start, nbytes)",
         "copy(address, source.address, nbytes)",
     ),
-    (PENDING, "        self.device = ()\n        self._over = True\n", "        self._over = True\n"),
+    (PENDING, "        self.device_ranges = ()\n        self._over = True\n", "        self._over = True\n"),
     (
         PENDING,
-        "        self.device = ()\n        self._over = True\n        self._changed.wake()\n",
-        "        self._over = True\n        self._changed.wake()\n        self.device = ()\n",
+        "        self.device_ranges = ()\n        self._over = True\n        self._changed.wake()\n",
+        "        self._over = True\n        self._changed.wake()\n        self.device_ranges = ()\n",
     ),
     (PENDING, "        self.finds_later = True\n", ""),
     (PENDING, "me in (self.maker, self.closing) or me in self.threads", "me in (self.maker, self.closing)"),
@@ -216,12 +216,12 @@ MUTANTS = [
     (PENDING, "        return any(me in reading.threads for reading in list(self.readings.values()))", "        return False"),
     (
         H2D,
-        "                if any(uses(source, place) for source in reading.device):\n                    reading.wait()",
+        "                if any(uses(used, target) for used in reading.device_ranges):\n                    reading.wait()",
         "                pass",
     ),
     (
         H2D,
-        "                if any(uses(source, place) for source in reading.device):\n                    reading.wait()",
+        "                if any(uses(used, target) for used in reading.device_ranges):\n                    reading.wait()",
         "                reading.wait()",
     ),
 ]

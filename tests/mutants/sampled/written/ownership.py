@@ -18,8 +18,8 @@ MUTANTS = [
     (LEDGER, "        if is_copy_thread():\n            return False\n", ""),
     (LEDGER, "others = [] if is_copy_thread() else [", "others = ["),
     # What a failed start has left under way is used, and nobody knows.
-    (INFLIGHT, "event = self.add(0, host, device, keepalive)", "event = self.add(0, (), (), keepalive)"),
-    (INFLIGHT, "            self.add(0, host, device, keepalive)", "            self.add(0, (), (), keepalive)"),
+    (INFLIGHT, "event = self.add(0, host_arrays, device_ranges, keepalive)", "event = self.add(0, (), (), keepalive)"),
+    (INFLIGHT, "            self.add(0, host_arrays, device_ranges, keepalive)", "            self.add(0, (), (), keepalive)"),
     # What is done is held.
     (INFLIGHT, "return gone, gone is not entries", "return gone, False"),
     (INFLIGHT, "near + 1, len(entries))", "near + 1, near + 1)"),
