@@ -54,10 +54,10 @@ FLOORS = [
     {"xferlib.byte_reader"},
     {"xferlib.d2h", "xferlib.h2d", "xferlib.resources"},
     {"xferlib.stager"},
-    {f"xferlib.pipeline.{name}" for name in ("failed", "one_pass", "stacking", "unshared")},
+    {f"xferlib.pipeline.{name}" for name in ("failed", "memory_users", "one_pass", "stacking", "unshared")},
     {
         f"xferlib.pipeline{part}"
-        for part in ("", ".memory_estimate", ".phase_timer", ".ends", ".report", ".output_writer", ".workers.layout")
+        for part in ("", ".memory_estimate", ".phase_timer", ".completion", ".report", ".output_writer", ".workers.layout")
     },
     {f"xferlib.pipeline.workers{part}" for part in ("", ".channel", ".memory", ".messages", ".slots")},
     {"xferlib.pipeline.workers.process"},

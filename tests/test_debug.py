@@ -243,7 +243,7 @@ def test_a_rewrite_that_nobody_can_ask_for_is_raised_by_the_next_put_once(stager
         stager.put(source)
         stager.put(source)
         source[:] = 2
-        end = stager.put(another).end
+        end = stager.put(another).completion
     end._event.synchronize()
     with pytest.raises(SourceRewrittenError, match=f"called at {__file__}") as told:
         stager.put(another)
@@ -336,7 +336,7 @@ class Later(Late):
         self._event.synchronize()
 
 
-@pytest.mark.parametrize("of", [lambda transfer: transfer, lambda transfer: transfer.end], ids=["transfer", "end"])
+@pytest.mark.parametrize("of", [lambda transfer: transfer, lambda transfer: transfer.completion], ids=["transfer", "end"])
 def test_who_has_waited_may_write_also_where_events_are_late(of: Callable[[xferlib.Transfer], Any]) -> None:
     def record() -> Any:
         return Later(backend.inner.record_h2d())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from time import perf_counter_ns
@@ -141,14 +142,20 @@ class Transfer(NoArray, Generic[TreeT_co]):
         return not hasattr(self._event, "wait_staged")
 
     @property
-    def end(self) -> Transfer[None]:
+    def completion(self) -> Transfer[None]:
         """The same transfer without its arrays, for whoever waits but must not keep them: memory is used again when they are
         gone."""
-        end: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host, table=self._table)
-        end._born = self._born
+        completion: Transfer[None] = Transfer(None, self._event, self._failures, self._on_host, table=self._table)
+        completion._born = self._born
         if self._check is not None:
-            end._check = self._check.quiet
-        return end
+            completion._check = self._check.quiet
+        return completion
+
+    @property
+    def end(self) -> Transfer[None]:
+        """`completion`, by the name that it had once. Issues a `DeprecationWarning`."""
+        warnings.warn("Transfer.end is called completion now", DeprecationWarning, 2)
+        return self.completion
 
     def result(self, timeout: float | None = None) -> TreeT_co:
         """Block until the transfer is done and return the arrays. Raises `TimeoutError` after `timeout` seconds."""
@@ -180,7 +187,7 @@ class Transfer(NoArray, Generic[TreeT_co]):
         except self._failures as error:
             raise self._failed(error) from error
         if finished:
-            self._end()
+            self._note_done()
         return finished
 
     def synchronize(self) -> None:
@@ -200,7 +207,7 @@ class Transfer(NoArray, Generic[TreeT_co]):
             raise self._failed(error) from error
         if started:
             LOG.call("wait", "Transfer.synchronize", started)
-        self._end()
+        self._note_done()
 
     def wait_staged(self) -> None:
         """Block the host until pageable sources are free: the CPU has copied them. Returns at once if `put` has waited for that.
@@ -251,7 +258,7 @@ class Transfer(NoArray, Generic[TreeT_co]):
         arrays = "" if value is None else f": {sketched(value)}"
         return f"<Transfer {'D2H' if self._on_host else 'H2D'}{arrays}, {self._state()}>"
 
-    def _end(self) -> None:
+    def _note_done(self) -> None:
         """Note that it is done."""
         table, self._table = self._table, None
         if table is not None:

@@ -82,7 +82,7 @@ class BatchPlan:
 
 @final
 class ShardedTransfer:
-    """The transfers of one batch, one for each device. See `xferlib.pipeline.ends.End`.
+    """The transfers of one batch, one for each device. See `xferlib.pipeline.completion.Completion`.
 
     Once `value` was taken, a thread that waits for the transfer holds no arrays. The slot that it reads goes back to its ring when
     `done` or `synchronize` has found the transfer done.
@@ -95,7 +95,7 @@ class ShardedTransfer:
         self._riders = riders
         self._transfers: dict[Device, xferlib.Transfer] | None = transfers
         # Without the arrays: otherwise their memory could not be used again as long as somebody might want to wait.
-        self._ends = [transfer.end for transfer in transfers.values()]
+        self._completions = [transfer.completion for transfer in transfers.values()]
         self._slot = slot
 
     @property
@@ -107,22 +107,22 @@ class ShardedTransfer:
 
     def done(self) -> bool:
         """See `Transfer.done`."""
-        if not all(end.done() for end in self._ends):
+        if not all(completion.done() for completion in self._completions):
             return False
         self._let_slot_go()
         return True
 
     def synchronize(self) -> None:
         """See `Transfer.synchronize`."""
-        wait_for_all(self._ends)
+        wait_for_all(self._completions)
         self._let_slot_go()
-        for end in self._ends:
-            end.synchronize()
+        for completion in self._completions:
+            completion.synchronize()
 
     def wait_staged(self) -> None:
         """See `Transfer.wait_staged`."""
-        for end in self._ends:
-            end.wait_staged()
+        for completion in self._completions:
+            completion.wait_staged()
 
     def _let_slot_go(self) -> None:
         slot, self._slot = self._slot, None
@@ -342,9 +342,9 @@ def _move(pieces: Iterable[dict[Device, Any]]) -> bool:
     return moved
 
 
-def wait_for_all(ends: Iterable[Any]) -> None:
+def wait_for_all(transfers: Iterable[Any]) -> None:
     """Block until all are over, whether they failed or not."""
-    for end in ends:
+    for transfer in transfers:
         # The thread that takes the batch is told.
         with suppress(XferError):
-            end.synchronize()
+            transfer.synchronize()

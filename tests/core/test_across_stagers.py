@@ -171,7 +171,7 @@ def test_a_full_pool_waits_for_what_another_stager_stages_of_it(direction: str) 
         with held(backend.inner.h2d if direction == "put" else backend.inner.d2h) as gate:
             under_way = other.put(array, borrow=True) if direction == "put" else other.get(x, out=array)
             address = array.ctypes.data
-            end = under_way.end
+            end = under_way.completion
             del array, under_way
             asking = on_thread(lambda: one.empty_pinned(3 * MIB, np.uint8))
             assert not until(asking.done, 0.1)

@@ -184,7 +184,7 @@ def test_a_forked_child_waits_for_no_transfer_of_its_parent_s() -> None:
 
         def refuses(transfer):
             for name, wait in WAITS.items():
-                for waiting in (transfer, transfer.end):
+                for waiting in (transfer, transfer.completion):
                     try:
                         wait(waiting)
                     except xferlib.BackendUnavailableError as error:
@@ -212,7 +212,7 @@ def test_a_forked_child_waits_for_no_transfer_of_its_parent_s() -> None:
                 assert early.done() and early.result().all()
                 with xferlib.stager("host") as own:
                     mine = own.put(np.ones(3))
-                    assert mine.result().all() and mine.end.done()
+                    assert mine.result().all() and mine.completion.done()
                     pid = os.fork()
                     if not pid:
                         refuses(transfers[0])

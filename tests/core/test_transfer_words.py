@@ -30,9 +30,18 @@ def test_a_transfer_says_where_it_goes_what_it_moves_and_whether_it_is_done(stag
     back = stager.get(transfer.result()["x"])
     back.synchronize()
     assert repr(back) == "<Transfer D2H: float32[2, 3], 24 bytes, done>"
-    end = back.end
-    assert end.done()
-    assert repr(end) == "<Transfer D2H, done>"
+    completion = back.completion
+    assert completion.done()
+    assert repr(completion) == "<Transfer D2H, done>"
+
+
+def test_the_completion_is_found_by_its_first_name_with_a_warning(stager: xferlib.Stager) -> None:
+    transfer = stager.put(np.zeros(4, np.uint8))
+    with pytest.warns(DeprecationWarning, match=r"^Transfer\.end is called completion now$") as told:
+        end = transfer.end
+    assert told[0].filename == __file__
+    end.synchronize()
+    assert end.value is None
 
 
 def test_of_many_arrays_some_are_named(stager: xferlib.Stager) -> None:

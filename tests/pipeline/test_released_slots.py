@@ -61,7 +61,7 @@ def test_a_slot_is_handed_out_although_somebody_keeps_its_arrays(stager: xferlib
 
 
 def test_a_slot_that_nobody_keeps_asks_for_no_copies(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "Users", lambda address, nbytes: pytest.fail("it asked"))
+    monkeypatch.setattr(ring_module, "MemoryUsers", lambda address, nbytes: pytest.fail("it asked"))
     with xferlib.Ring(stager, SPEC, slots=1) as ring, held(h2d(stager)):
         stager.put(stager.empty_pinned(3, np.uint8))
         for _ in range(3):

@@ -17,7 +17,7 @@ import xferlib
 from tests.core.fakes import held, interrupted_twice, on_thread, tampered
 from tests.pipeline.steps import PATIENCE, busy, d2h, h2d, until
 from xferlib.memory.mapped import Views
-from xferlib.pipeline import ends
+from xferlib.pipeline import memory_users
 from xferlib.protocol import Event
 
 SIZE = 1 << 16
@@ -202,8 +202,8 @@ def test_a_finalizer_that_asks_while_others_are_asked_hides_none_of_them(monkeyp
                 assert not users.done()
             return self.over
 
-    monkeypatch.setattr(ends, "_users_of", lambda address, nbytes: [Asked(over=False).done, Asked(over=True).done])
-    users = ends.Users(0, 1)
+    monkeypatch.setattr(memory_users, "_users_of", lambda address, nbytes: [Asked(over=False).done, Asked(over=True).done])
+    users = memory_users.MemoryUsers(0, 1)
     assert not users.done()
 
 

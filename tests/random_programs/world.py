@@ -114,7 +114,7 @@ class Started:
 
     def __init__(self, transfer: Any, contents: list[Content], *, form: str, device: int, to_host: bool) -> None:
         self.transfer = transfer
-        self.end = transfer.end
+        self.end = transfer.completion
         self.contents = contents
         self.form = form
         self.device = device

@@ -16,7 +16,7 @@ from tests.core.fakes import Gated, Point, held, off_main, on_thread, tampered, 
 from xferlib.engine.jobs import Job
 from xferlib.engine.lanes import Lane
 from xferlib.engine.native import ISSUED, STAGED
-from xferlib.pipeline.ends import Users
+from xferlib.pipeline.memory_users import MemoryUsers
 from xferlib.staging.bounce import BounceBuffers
 from xferlib.staging.profile import StagingProfile
 
@@ -267,7 +267,7 @@ def test_pinned_leaves_beside_lent_ones_are_in_use_until_their_copies_are_done()
     with xferlib.stager(gated.backend, staging=RING) as stager, held(gated.backend.inner.h2d) as gate:
         pinned = stager.empty_pinned(100, np.uint8)
         transfer = stager.put([pinned, np.ones(2 * MIB, np.uint8)], borrow=True)
-        users = Users(pinned.ctypes.data, pinned.nbytes)
+        users = MemoryUsers(pinned.ctypes.data, pinned.nbytes)
         gated.gate.set()
         assert until(lambda: all(job.has_come(ISSUED) for job in stager._ledger.jobs.h2d.values()))
         assert not users.done()

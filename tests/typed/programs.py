@@ -59,7 +59,7 @@ def puts(stager: xferlib.Stager, batch: Batch, pair: Pair, record: Record, array
     image.anything()
     assert_type(stager.put({"x": array, "name": "a"}), xferlib.Transfer[dict[str, Any]])
     assert_type(stager.put(array, into=batch), xferlib.Transfer[Batch])
-    assert_type(stager.put(array).end, xferlib.Transfer[None])
+    assert_type(stager.put(array).completion, xferlib.Transfer[None])
     stager.put(batch).valeu  # E: attr-defined
 """,
     "gets": """

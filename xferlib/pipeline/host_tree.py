@@ -114,12 +114,12 @@ class HostTree:
             self._settle(name)
         trees = {name: self._tree(name) for name in wanted}
         transfer: Transfer[Any] = self._stager.put(trees[names] if isinstance(names, str) else trees)
-        end, number = transfer.end, next(self._numbers)
+        completion, number = transfer.completion, next(self._numbers)
         for name in wanted:
             fetches = self._fetches[name]
             for earlier in [earlier for earlier, other in fetches.copy().items() if is_over(other.done, TransferError)]:
                 fetches.pop(earlier, None)
-            fetches[number] = end
+            fetches[number] = completion
         return transfer
 
     def fetch_each(self, names: Iterable[str] | None = None, *, ahead: int = 1) -> Iterator[tuple[str, Any]]:
@@ -164,16 +164,16 @@ class HostTree:
             for name in wanted:
                 self._stores[name].pop(number, None)
             raise
-        end = transfer.end
-        self._under_way.append(end)
+        completion = transfer.completion
+        self._under_way.append(completion)
         for name in wanted:
             stores = self._stores[name]
-            stores[number] = end
+            stores[number] = completion
             # All of it is written again, whatever had become of it.
             for earlier in [earlier for earlier in list(stores) if earlier < number]:
                 stores.pop(earlier, None)
         self._wait_for_oldest()
-        return end
+        return completion
 
     def __getitem__(self, name: str) -> Any:
         """Return a group as NumPy arrays: read-only views of its home, once its stores are done.

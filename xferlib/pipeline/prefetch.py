@@ -21,7 +21,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.idle_blocks import size_class
 from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
-from xferlib.pipeline.ends import End, end_of
+from xferlib.pipeline.completion import Completion, completion_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended
 from xferlib.pipeline.phase_timer import PhaseTimer
@@ -104,7 +104,7 @@ class BatchPuts(Protocol):
     def rewrites(self) -> bool:
         """Whether the source may write to the arrays of a batch after it has given it."""
 
-    def put(self, batch: Any, *, unshared: bool) -> End:
+    def put(self, batch: Any, *, unshared: bool) -> Completion:
         """Start the copies of a batch, and return without waiting for them.
 
         `unshared`: nothing but the loop refers to it, so nobody writes to it before they are done.
@@ -173,7 +173,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
         self._first: _ReportStart | None = None
         """What the first batch took, which pays for what is done once."""
         self._starter = starter = _Starter(puts, depth, at_a_time(depth, length))
-        self._background: BackgroundIterator[End] = BackgroundIterator(
+        self._background: BackgroundIterator[Completion] = BackgroundIterator(
             batches, starter.start, depth=depth, before_next=starter.before_next, name="xferlib-prefetch"
         )
 
@@ -279,9 +279,9 @@ class _Starter:
         self._depth = depth
         self._count = count
         self._fits = False
-        self._recent: deque[End] = deque()
+        self._recent: deque[Completion] = deque()
 
-    def start(self, box: list[Any], clock: PhaseTimer) -> End:
+    def start(self, box: list[Any], clock: PhaseTimer) -> Completion:
         """Put a batch. The clock is with the source's thread."""
         # Before it has a name here.
         unshared = is_unshared(box)
@@ -310,13 +310,13 @@ class _Starter:
                     "that the consumer keeps. Use a smaller depth, make smaller batches, or keep fewer"
                 )
             raise
-        end = end_of(started)
-        self._recent.append(end)
+        completion = completion_of(started)
+        self._recent.append(completion)
         if not unshared:
-            self._note_read(batch, started, end)
+            self._note_read(batch, started, completion)
         return started
 
-    def _note_read(self, batch: Any, started: End, end: End) -> None:
+    def _note_read(self, batch: Any, started: Completion, completion: Completion) -> None:
         """Note what the source is to wait for before it may write to a batch."""
         slot = isinstance(batch, Slot)
         if isinstance(started, Transfer) and not slot:
@@ -327,9 +327,9 @@ class _Starter:
         else:
             in_place, staged = self._puts.in_place(batch), slot or not self._puts.rewrites
         if in_place:
-            self._read = end.synchronize, batch
+            self._read = completion.synchronize, batch
         elif not staged:
-            self._read = end.wait_staged, batch
+            self._read = completion.wait_staged, batch
 
     def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
@@ -341,8 +341,8 @@ class _Starter:
 
     def settle(self) -> None:
         """Wait for what was started."""
-        for end in self._recent.copy():
-            _wait_for(end.synchronize)
+        for completion in self._recent.copy():
+            _wait_for(completion.synchronize)
 
     def _estimate(self, batch: Any) -> None:
         """Say what the loop costs if all batches are like this one. Raises `AllocationError` where so much can never be had."""

@@ -28,8 +28,9 @@ from xferlib.errors import ClosedError, TransferError
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock
-from xferlib.pipeline.ends import End, Users, end_of
+from xferlib.pipeline.completion import Completion, completion_of
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate
+from xferlib.pipeline.memory_users import MemoryUsers
 from xferlib.pipeline.stacking import stack_as
 from xferlib.pipeline.workers.layout import SlotLayout
 from xferlib.sketch import sketched
@@ -88,9 +89,9 @@ class Ring(Generic[TreeT_co]):
         self._idle = deque(range(slots))
         self._out: dict[int, int] = {}
         """The slots that are acquired or put, by the numbers under which they are."""
-        self._put: dict[int, End] = {}
+        self._put: dict[int, Completion] = {}
         """The copies of those that are put, in this order."""
-        self._used: dict[int, Users] = {}
+        self._used: dict[int, MemoryUsers] = {}
         """For slots that come back when nobody uses their memory: what used it when this was last asked."""
         self._numbers = itertools.count()
         self._returns = Returns()
@@ -161,9 +162,9 @@ class Ring(Generic[TreeT_co]):
             self._wait_oldest()
         self._memory.clear()
 
-    def _in_flight(self, number: int, end: End) -> None:
+    def _in_flight(self, number: int, completion: Completion) -> None:
         """Have a slot come back when something is done, and nothing else uses its memory."""
-        self._put[number] = end
+        self._put[number] = completion
         # Somebody may wait for a slot to be let go of: now there is a copy to wait for.
         self._returns.post()
 
@@ -206,9 +207,9 @@ class Ring(Generic[TreeT_co]):
     def _reap(self) -> None:
         """Take back the slots that nothing uses any more."""
         self._settle()
-        for number, end in self._put.copy().items():
+        for number, completion in self._put.copy().items():
             try:
-                if not end.done():
+                if not completion.done():
                     break
             except TransferError:
                 # It reads no more. Whoever holds the transfer is told.
@@ -222,7 +223,7 @@ class Ring(Generic[TreeT_co]):
         """Take a slot back whose own copy is done, or note what else uses its memory."""
         index = self._out.get(number)
         memory = None if index is None else self._memory.get(index)
-        users = None if memory is None else Users(address_of(memory), memory.nbytes)
+        users = None if memory is None else MemoryUsers(address_of(memory), memory.nbytes)
         if users is None or users.done():
             self._come_back(number)
             return
@@ -230,9 +231,9 @@ class Ring(Generic[TreeT_co]):
         self._put.pop(number, None)
 
     def _wait_oldest(self) -> None:
-        for number, end in self._put.copy().items():
+        for number, completion in self._put.copy().items():
             with suppress(TransferError):
-                end.synchronize()
+                completion.synchronize()
             self._land(number)
             return
 
@@ -361,7 +362,7 @@ class Slot(Generic[TreeT_co]):
         self._block = None
         _freeze(leaves, block)
         del self._tree
-        self.ring._in_flight(self._number, end_of(transfer))
+        self.ring._in_flight(self._number, completion_of(transfer))
         return transfer
 
     def release(self) -> None:

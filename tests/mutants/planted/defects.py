@@ -104,14 +104,19 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is handed out while another stager reads it",
-        "xferlib/pipeline/ends.py",
+        "xferlib/pipeline/memory_users.py",
         "users += [entry.event.done for entry in ledger.entries() if entry.uses_host(address, nbytes)]",
         "users += []",
     ),
-    Mutant("a slot is handed out under a view of it", "xferlib/pipeline/ends.py", "if views.held(address, nbytes):", "if False:"),
+    Mutant(
+        "a slot is handed out under a view of it",
+        "xferlib/pipeline/memory_users.py",
+        "if views.held(address, nbytes):",
+        "if False:",
+    ),
     Mutant(
         "a slot is handed out while work on a view of it goes on",
-        "xferlib/pipeline/ends.py",
+        "xferlib/pipeline/memory_users.py",
         "users += [event.done for event in views.readers(address, nbytes)]",
         "users += []",
     ),

@@ -326,7 +326,10 @@ AREAS = {
                 ("/drain.py", "/drained.py"),
                 pipeline("drain*", "one_pass*", "stream", "closing_meanwhile", "report", "sources_and_bills"),
             ),
-            "/ends.py": pipeline("drain", "ring", "ring_reuse", "released_slots", "stream", "sources_and_bills"),
+            **dict.fromkeys(
+                ("/completion.py", "/memory_users.py"),
+                pipeline("drain", "ring", "ring_reuse", "released_slots", "stream", "sources_and_bills"),
+            ),
             "/stream.py": pipeline("stream", "one_pass*", "report", "sources_and_bills"),
             "/report.py": pipeline("report", "stream", "sources_and_bills"),
             "/unshared.py": pipeline("unshared"),

@@ -97,7 +97,7 @@ def reads(host: Host, transfer: Any, by: str, *, borrow: bool, careless: bool = 
     if careless and pinned and host.slot is None:
         host.lost = True
     else:
-        host.busy[transfer.end] = by
+        host.busy[transfer.completion] = by
 
 
 @final

@@ -192,7 +192,7 @@ class ReuseLaws(Laws):
             slot, array = self.pinned(stager, values), self.from_numpy(values)
             others = [words(seed) for seed in range(50, 56)]
             with self.hold_copies(using.backend) as hold:
-                transfer = using.put(slot) if way == "put" else using.get(array, out=slot).end
+                transfer = using.put(slot) if way == "put" else using.get(array, out=slot).completion
                 del slot
                 gc.collect()
                 # Memory that was handed out too early is rewritten by these, or rewrites them.

@@ -87,7 +87,11 @@ MUTANTS = [
         "            arrays = [array[: slot.rows] for array in arrays]",
         "            arrays = [array[: slot.rows] for array in arrays[:1]] + arrays[1:]",
     ),
-    (SHARDED, "        if not all(end.done() for end in self._ends):", "        if not self._ends[0].done():"),
+    (
+        SHARDED,
+        "        if not all(completion.done() for completion in self._completions):",
+        "        if not self._completions[0].done():",
+    ),
     (
         SHARDED,
         "    except BaseException:\n        wait_for_all(transfers.values())\n        raise",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DRAINED = "xferlib/pipeline/drained.py"
-RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED, HOST = (
+RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED, HOST = (
     f"xferlib/pipeline/{name}.py"
     for name in (
         "ring",
@@ -11,7 +11,7 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, ENDS, STREAM, REPORT, CLOCK, BILL, RO
         "source_thread",
         "prefetch",
         "drain",
-        "ends",
+        "memory_users",
         "stream",
         "report",
         "phase_timer",
@@ -32,7 +32,11 @@ MUTANTS = [
         "        _freeze(leaves, block)\n        del self._tree\n        self.ring._in_flight(",
         "        del self._tree\n        self.ring._in_flight(",
     ),
-    (RING, "        self.ring._in_flight(self._number, end_of(transfer))", "        self.ring._in_flight(self._number, transfer)"),
+    (
+        RING,
+        "        self.ring._in_flight(self._number, completion_of(transfer))",
+        "        self.ring._in_flight(self._number, transfer)",
+    ),
     (
         RING,
         "                # It reads no more. Whoever holds the transfer is told.\n                pass\n",
@@ -40,7 +44,7 @@ MUTANTS = [
     ),
     (
         RING,
-        "            with suppress(TransferError):\n                end.synchronize()\n            self._land",
+        "            with suppress(TransferError):\n                completion.synchronize()\n            self._land",
         "            end.synchronize()\n            self._land",
     ),
     (RING, "            if self._idle or self._put or self._closed:", "            if self._idle or self._put:"),
@@ -67,7 +71,7 @@ MUTANTS = [
         "        if in_place:\n",
         "        if in_place and self._depth > 1:\n",
     ),
-    (PREFETCH, "        end = end_of(started)\n", "        end = started\n"),
+    (PREFETCH, "        completion = completion_of(started)\n", "        completion = started\n"),
     (
         PREFETCH,
         "        return any(self._is_pinned(leaf) for leaf in leaves if isinstance(leaf, np.ndarray))",
@@ -91,7 +95,7 @@ MUTANTS = [
     ),
     (DRAIN, "                failed = failed or error", "                failed = error"),
     (
-        ENDS,
+        USERS,
         "        users += [job.done for job in ledger.jobs.using([(address, nbytes)])]\n",
         "",
     ),
@@ -133,7 +137,7 @@ MUTANTS = [
     ),
     (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._stores[name].values()]"),
     (HOST, "[*self._fetches[name].values(), *self._stores[name].values()]", "[*self._fetches[name].values()]"),
-    (HOST, "            fetches[number] = end\n", ""),
+    (HOST, "            fetches[number] = completion\n", ""),
     (HOST, "if not waiting or any(waiting[0] == name for name, _ in coming):", "if not waiting:"),
     (HOST, "            self._stores[name][number] = None\n", "            pass\n"),
     (HOST, "                self._stores[name].pop(number, None)\n            raise", "                pass\n            raise"),

@@ -1,40 +1,20 @@
-"""Waiting for a transfer without keeping what it moves, and for whatever transfers keep.
-
-Whoever only waits must not hold the device arrays: their memory could not be used again, although the consumer has dropped them.
-"""
+"""Who still uses some host memory: copies of any stager, and device views of it. A slot is handed out again when nobody does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, final
+from typing import final
 
 from xferlib.latch import is_over
 from xferlib.ledger import all_ledgers, all_views
 from xferlib.memory.mapped import Views
-from xferlib.transfer import Transfer
 
-__all__ = ["End", "Users", "end_of"]
-
-
-class End(Protocol):
-    """A point that is reached when a transfer is done. Raises `TransferError` if that failed."""
-
-    def done(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_staged(self) -> None:
-        """Block until pageable sources are free. Says nothing of a failure."""
-
-
-def end_of(transfer: End) -> End:
-    """Return the end of a transfer, which holds no arrays; of anything else that looks like one, the thing itself."""
-    return transfer.end if isinstance(transfer, Transfer) else transfer
+__all__ = ["MemoryUsers"]
 
 
 @final
-class Users:
+class MemoryUsers:
     """What uses some host memory when this is made: copies of any stager, and device views of it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
