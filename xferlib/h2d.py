@@ -149,7 +149,7 @@ class HostToDevice:
                 if job.event is not None and self._makes_meanwhile:
                     # The making takes as long as the copies.
                     value = self._made(packing, [lease], spec, job.event)
-                self._staging.end(job)
+                self._staging.wait_issued(job)
                 event = job.enqueued()
                 self._h2d.nbytes += packed.nbytes
             else:

@@ -1,4 +1,4 @@
-"""Steps that no interrupt cuts: calls, and the start of threads. And what a finalizer may do of such: `collects`, `patience`.
+"""Steps that no interrupt cuts: calls, and the start of threads. What a finalizer may do of such: `collects`, `finalizer_timeout`.
 
 Python raises an interrupt (Ctrl-C, a signal's handler) on the main thread alone, and the result of the call that has just ended is
 lost. So calls that take memory or give it back run on another thread, and the main thread waits for them: an interrupt ends only
@@ -20,7 +20,7 @@ from typing import TypeVar, TypeVarTuple
 
 from xferlib.latch import Latch
 
-__all__ = ["collects", "patience", "start_thread", "uninterrupted"]
+__all__ = ["collects", "finalizer_timeout", "start_thread", "uninterrupted"]
 
 FINALIZER_SECONDS = 2.0
 """How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
@@ -56,7 +56,7 @@ def collects() -> bool:
     return _order == _BEGUN and getattr(_told_here, "start", None) is _told["start"]
 
 
-def patience() -> float | None:
+def finalizer_timeout() -> float | None:
     """Return how long the caller may wait for a thread of ours: in a finalizer that the collector runs, not for ever (None)."""
     return FINALIZER_SECONDS if collects() else None
 

@@ -149,7 +149,7 @@ def test_leasing_idle_blocks_mends_what_an_interrupt_has_torn_and_settles_what_c
     leases = [blocks.lease(MIB, {})]
     leases.clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(blocks, "_end", lambda number, behind: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(blocks, "_take_back", lambda number, fences: (_ for _ in ()).throw(KeyboardInterrupt))
         blocks.settle_posted()
     assert [lease[0] for lease in blocks.lease_idle([MIB], {})] == device.made
 

@@ -220,7 +220,7 @@ def test_what_an_interrupt_has_kept_from_coming_back_comes_back_at_the_next_requ
     leases = [blocks.lease(MIB, {})]
     leases.clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
-        patch.setattr(blocks, "_end", lambda number, behind: interrupt())
+        patch.setattr(blocks, "_take_back", lambda number, fences: interrupt())
         blocks.lease(MIB, {})
     # While the traceback lives, so does what the interrupted request was to get: that it is gone tells nobody to look.
     assert blocks.lease(MIB, {})[0] is device.made[0]

@@ -489,9 +489,9 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
         done()
         ask()
 
-    def end(number: int, behind: list[Any], done: Callable[[int, list[Any]], bool] = pool._end) -> bool:
+    def take_back(number: int, fences: list[Any], done: Callable[[int, list[Any]], bool] = pool._take_back) -> bool:
         ask()
-        return done(number, behind)
+        return done(number, fences)
 
     def ask() -> None:
         asked.append(None)
@@ -503,7 +503,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
     if where in ("trim", "grow"):
         pool._segments._reindex = reindex  # type: ignore[method-assign]  # stands in for the collector
     else:
-        pool._end = end  # type: ignore[method-assign]  # stands in for the collector
+        pool._take_back = take_back  # type: ignore[method-assign]  # stands in for the collector
     calls: dict[str, Callable[[], object]] = {
         "take": lambda: pool.take(2 * MIB),
         "trim": pool.trim,
@@ -513,7 +513,7 @@ def test_a_finalizer_inside_the_pool_is_refused_and_harms_nothing(where: str) ->
     calls[where]()
     assert len(refused) == len(asked) > 0
     assert all("finalizer" in error for error in refused)
-    vars(pool._segments if where in ("trim", "grow") else pool).pop("_reindex" if where in ("trim", "grow") else "_end")
+    vars(pool._segments if where in ("trim", "grow") else pool).pop("_reindex" if where in ("trim", "grow") else "_take_back")
     assert pool.usage()[:3] == (sum(driver.live.values()), driver.peak, kept.nbytes)
     assert pool.take(4 * MIB).nbytes == 4 * MIB
 

@@ -45,7 +45,7 @@ class Counter(Table):
     def _mend(self) -> None:
         return
 
-    def _end(self, number: int, behind: list[Any]) -> bool:
+    def _take_back(self, number: int, fences: list[Any]) -> bool:
         return self.rows.pop(number, None) is not None
 
 

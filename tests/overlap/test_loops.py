@@ -20,7 +20,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     played = Played()
     monkeypatch.setattr(loops, "Driver", lambda number: played)
     monkeypatch.setattr(loops, "recorded", played.recorded)
-    monkeypatch.setattr(loops, "PATIENCE_SECONDS", 0.25)
+    monkeypatch.setattr(loops, "STUCK_SECONDS", 0.25)
     free = len(gate_table().free)
     yield played
     assert len(gate_table().free) == free, "a gate was not given back"
@@ -195,7 +195,7 @@ def test_what_fails_before_a_hold_has_begun_is_raised_and_leaves_nothing(device:
 
 def test_a_slow_source_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop stands still, but not for what is held."""
-    monkeypatch.setattr(loops, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(loops, "STUCK_SECONDS", 0.05)
     count = iter(range(100))
 
     def step() -> None:

@@ -32,7 +32,7 @@ class Played:
     def answers(self) -> list[Any]:
         return []
 
-    def end(self, patience: float) -> int:
+    def terminate(self, timeout: float) -> int:
         return -9
 
 
@@ -74,7 +74,7 @@ def test_what_was_asked_for_before_an_interrupt_starts_nobody_behind_the_end(poo
 def test_a_worker_that_was_ended_meanwhile_is_not_ended_twice(pool: WorkerPool) -> None:
     ends: list[float] = []
     worker: Any = Played(ready=False)
-    worker.end = ends.append
+    worker.terminate = ends.append
     pool._workers.append(worker)
     pool.mend()
     pool._heard(worker, dead=True)
@@ -84,7 +84,7 @@ def test_a_worker_that_was_ended_meanwhile_is_not_ended_twice(pool: WorkerPool) 
 def test_the_end_waits_for_a_start_under_way_and_ends_that_worker() -> None:
     ends: list[float] = []
     worker: Any = Played(ready=True)
-    worker.end = ends.append
+    worker.terminate = ends.append
     begun, gate = threading.Event(), threading.Event()
 
     def start() -> Any:

@@ -193,11 +193,11 @@ def test_what_could_not_be_closed_is_closed_when_the_ring_is_dropped(
     close = WorkerPool.close
     refused: list[int] = []
 
-    def refuse(pool: WorkerPool, patience: float) -> None:
+    def refuse(pool: WorkerPool, timeout: float) -> None:
         if not refused:
             refused.append(pool.wakeup.number)
             raise OSError("not now")
-        close(pool, patience)
+        close(pool, timeout)
 
     monkeypatch.setattr(WorkerPool, "close", refuse)
     ring = SharedRing(stager, SPEC, slots=2)

@@ -149,7 +149,7 @@ class Job:
             self._note_failure()
         # Unknown: another thread has seen its end meanwhile, or the engine never had it.
         if stage == FINISHED or status == UNKNOWN:
-            self._end()
+            self._forget()
         return True
 
     def wait_for(self, stage: int) -> None:
@@ -171,7 +171,7 @@ class Job:
             self.wait_for(STAGED)
         else:
             # It never came there, or is forgotten already.
-            self._end()
+            self._forget()
         self.owner = None
 
     def enqueued(self) -> Event:
@@ -234,7 +234,7 @@ class Job:
             return TransferError(f"{_OWN[at]} ({os.strerror(status) if at.startswith('every') else 'SIGBUS'})")
         return self._device_failure(status, at)
 
-    def _end(self) -> None:
+    def _forget(self) -> None:
         """Forget the job: it has finished. Twice is fine. If an interrupt cuts this short, the next look does it again."""
         self.sources = self.kept = self.after = self.file = None
         self.host_ranges = self.device_ranges = ()

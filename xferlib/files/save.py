@@ -26,7 +26,7 @@ from xferlib.latch import Latch
 from xferlib.pipeline.host_tree import HostTree
 from xferlib.stager import Stager, check_stager
 from xferlib.tree import trees_of
-from xferlib.uninterrupted import patience
+from xferlib.uninterrupted import finalizer_timeout
 from xferlib.words import in_words
 
 __all__ = ["Save", "save"]
@@ -221,7 +221,7 @@ class Save:
 
     def _come(self, latch: Latch, timeout: float | None) -> bool:
         """Wait for the threads that write. Raises `XferError` where a finalizer has waited long, perhaps on such a thread."""
-        if timeout is not None or latch.wait(patience()):
+        if timeout is not None or latch.wait(finalizer_timeout()):
             return latch.wait(timeout)
         raise XferError(
             f"a finalizer that the garbage collector runs has waited long for the save to {str(self.path)!r}, whose threads may "

@@ -211,7 +211,7 @@ class DevicePool(Table):
         # Only when they are whole: whoever asks about memory takes no lock.
         self._leased, self._places = leased, places
 
-    def _end(self, number: int, behind: list[Any]) -> bool:
+    def _take_back(self, number: int, fences: list[Event | None]) -> bool:
         row = self._leased.get(number)
         if row is None or row.lease != number:
             return False
@@ -231,9 +231,9 @@ class DevicePool(Table):
                 else:
                     # All these leases have ended, so an event that is behind the readers of one is behind those of each. Where the
                     # framework alone knows the readers, it may take longer for the event than a put for all else.
-                    if not behind:
-                        behind.append(self._retire(streams))
-                    row.fence = behind[0]
+                    if not fences:
+                        fences.append(self._retire(streams))
+                    row.fence = fences[0]
             except self._failures:
                 # Nobody can say when its readers are done. The framework's own free waits for them.
                 doomed = True

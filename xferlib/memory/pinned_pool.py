@@ -35,6 +35,7 @@ from xferlib.memory.pages import HostPages
 from xferlib.memory.ranges import Ranges
 from xferlib.memory.segments import PinnedRow, Segment, Segments
 from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Table
+from xferlib.protocol import Event
 from xferlib.reaper import watch
 from xferlib.tickets import ticket
 from xferlib.tree import Alike
@@ -375,7 +376,7 @@ class PinnedPool(Table):
     def _mend(self) -> None:
         self._segments.derive()
 
-    def _end(self, number: int, behind: list[Any]) -> bool:
+    def _take_back(self, number: int, fences: list[Event | None]) -> bool:
         return self._segments.take_back(number)
 
     def _wait(self) -> bool:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar, TypeVarTuple, final
 
 from xferlib.errors import AllocationError
+from xferlib.protocol import Event
 from xferlib.tickets import Returns
 from xferlib.uninterrupted import uninterrupted
 
@@ -115,9 +116,9 @@ class Table(ABC):
                 if torn or not self._nothing_new():
                     # All in line: a call fewer, and on the path of every small put.
                     pending = self._returns.pending()
-                    behind: list[Any] = []
+                    fences: list[Event | None] = []
                     for number in pending.copy():
-                        if not self._end(number, behind):
+                        if not self._take_back(number, fences):
                             self._give_up(number)
                         # Only now: a number that an interrupt leaves in the middle comes again.
                         pending.popleft()
@@ -214,8 +215,8 @@ class Table(ABC):
         """Derive anew what follows from the rows."""
 
     @abstractmethod
-    def _end(self, number: int, behind: list[Any]) -> bool:
+    def _take_back(self, number: int, fences: list[Event | None]) -> bool:
         """Take back the row that nobody holds any more. False: there is no row of this number.
 
-        `behind`: for what rows that are taken back in one step have in common; empty at first. Nobody held any of them before.
+        `fences`: empty at first, for an event that all rows may share which are taken back in one step: nobody holds them any more.
         """

@@ -42,14 +42,14 @@ class LoopHold:
         gate: Gate,
         what: Literal["compute", "h2d", "d2h"],
         baseline: Baseline,
-        patience: float,
+        timeout: float,
     ) -> None:
         self._recording = recording
         self._driver = driver
         self._gate = gate
         self._what = what
         self._baseline = baseline
-        self._patience = patience
+        self._timeout = timeout
         self._start = len(recording.calls)
         self._events: list[int] = []
         self._spare: list[int] = []
@@ -182,7 +182,7 @@ class LoopHold:
             state = self._state()
             if state != before:
                 since, before = time.monotonic(), state
-            still = time.monotonic() - since > self._patience
+            still = time.monotonic() - since > self._timeout
         self.held = held = self._noted(still)
         self._gate.open()
         if held.stuck is not None and self._is_freed(held.stuck):
@@ -237,7 +237,7 @@ class LoopHold:
     def _is_freed(self, stuck: Stuck) -> bool:
         """Tell whether the loop goes on now that the gate is open."""
         recording = self._recording
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + self._timeout
         while time.monotonic() < end:
             call = recording.open.get(recording.loop)
             site: Site | None = site_of(frame_of(recording.loop))
@@ -252,12 +252,12 @@ class LoopHold:
 class Rehearsal:
     """Holds all that may be held, launches and large copies, until the loop has run ahead as far as it does. A `Listener`."""
 
-    def __init__(self, recording: CallRecording, driver: Driver, gate: Gate, baseline: Baseline, patience: float) -> None:
+    def __init__(self, recording: CallRecording, driver: Driver, gate: Gate, baseline: Baseline, timeout: float) -> None:
         self._recording = recording
         self._driver = driver
         self._gate = gate
         self._baseline = baseline
-        self._patience = patience
+        self._timeout = timeout
         self._held: set[int] = set()
         self._referee = threading.Thread(target=self._watch, name="xferlib-overlap-rehearsal", daemon=True)
         self.returned = 0
@@ -283,7 +283,7 @@ class Rehearsal:
 
     def _watch(self) -> None:
         since, before = time.monotonic(), self._state()
-        while self._gate.shut and time.monotonic() - since < (REST_SECONDS if self.finished else self._patience):
+        while self._gate.shut and time.monotonic() - since < (REST_SECONDS if self.finished else self._timeout):
             time.sleep(POLL_SECONDS)
             state = self._state()
             if state != before:

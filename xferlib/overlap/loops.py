@@ -24,7 +24,7 @@ from xferlib.words import counted
 __all__ = ["assert_overlaps"]
 
 MOST_REST_SECONDS = 2.0
-PATIENCE_SECONDS = 1.0
+STUCK_SECONDS = 1.0
 """How long nothing may happen under a hold before the waiting is ended. Longer for slow steps."""
 SLOWEST_SECONDS = 2.0
 """Of a step."""
@@ -212,10 +212,10 @@ class _Watch:
         recording = self._recording
         step, start = recording.step, len(recording.calls)
         for _ in range(MOST_REHEARSALS):
-            patience = self._patience()
+            timeout = self._timeout()
             # Whether the rehearsal opens it or its watchdog does not matter.
-            gate = Gate(2 * patience)
-            self._run(Rehearsal(recording, self._driver, gate, baseline, patience), gate)
+            gate = Gate(2 * timeout)
+            self._run(Rehearsal(recording, self._driver, gate, baseline, timeout), gate)
             calls = recording.calls[start:]
             del recording.calls[start:]
             recording.step = step
@@ -241,9 +241,9 @@ class _Watch:
         return held
 
     def _hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> HeldSteps:
-        patience = self._patience()
-        gate = Gate(3 * patience + 5)
-        hold = LoopHold(self._recording, self._driver, gate, what, baseline, patience)
+        timeout = self._timeout()
+        gate = Gate(3 * timeout + 5)
+        hold = LoopHold(self._recording, self._driver, gate, what, baseline, timeout)
         self._run(hold, gate)
         return replace(hold.held, overdue=hold.held.overdue or hold.blind or gate.opened_by == "watchdog")
 
@@ -278,8 +278,8 @@ class _Watch:
         if error is not None:
             raise error
 
-    def _patience(self) -> float:
-        return max(PATIENCE_SECONDS, 4 * self._slowest)
+    def _timeout(self) -> float:
+        return max(STUCK_SECONDS, 4 * self._slowest)
 
     def _check(self) -> None:
         failure = self._recording.failure

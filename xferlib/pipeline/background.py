@@ -25,7 +25,7 @@ from xferlib.forks import stayed
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
-from xferlib.uninterrupted import patience, start_thread
+from xferlib.uninterrupted import finalizer_timeout, start_thread
 
 __all__ = ["BackgroundIterator"]
 
@@ -109,7 +109,7 @@ class BackgroundIterator(Generic[T]):
         """Block until the source has given its first item, or has ended. Raises `XferError` as `take`."""
         shared = self._shared
         if not (shared.begun or shared.ended):
-            came = shared.changed.wait_for(lambda: shared.begun or shared.ended or shared.closed or shared.forked, self._patience())
+            came = shared.changed.wait_for(lambda: shared.begun or shared.ended or shared.closed or shared.forked, self._timeout())
             self._refuse_finalizers(came)
 
     def take(self) -> T:
@@ -131,8 +131,8 @@ class BackgroundIterator(Generic[T]):
                 # Not where the lack was caught: an interrupt of the wait would be told as a consequence of that.
                 self._refuse_closed()
                 if ended:
-                    self._end()
-                self._refuse_finalizers(shared.sleep(self._patience()))
+                    self._finish()
+                self._refuse_finalizers(shared.sleep(self._timeout()))
                 continue
             # Perhaps another thread has closed it, and has dropped items before this one.
             self._refuse_closed()
@@ -165,14 +165,14 @@ class BackgroundIterator(Generic[T]):
         if self._shared.closed:
             raise ClosedError("this pipeline was closed before its end. Make another one")
 
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         """Return how long to wait for the thread. Raises `XferError` on that thread."""
         if threading.current_thread() is self._thread:
             raise XferError(
                 "a source asks its own loop for what it is to give itself, and would wait for ever. "
                 "Take batches outside of the source"
             )
-        return patience()
+        return finalizer_timeout()
 
     def _refuse_finalizers(self, came: bool) -> None:
         if not came:
@@ -181,7 +181,7 @@ class BackgroundIterator(Generic[T]):
                 "collector has stopped here. Take batches in ordinary code"
             )
 
-    def _end(self) -> NoReturn:
+    def _finish(self) -> NoReturn:
         """Remember that a taker is told of the end, and wait for the thread."""
         self._spent = True
         self._join()

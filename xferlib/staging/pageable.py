@@ -104,7 +104,7 @@ class Staging:
         job = self._job(whole, target)
         try:
             self._start(self._lanes[H2D], job, list(map(_piece_of, whole)), nbytes, len({leaf.block for leaf in whole}))
-            self.end(job)
+            self.wait_issued(job)
         except BaseException:
             job.given_up = True
             self.give_up(job)
@@ -126,7 +126,7 @@ class Staging:
     def begin_packed(self, packed: PackedBlock, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
         """Have the engine begin with what `stage_packed` does. False: it cannot read these arrays, and nothing was started.
 
-        `end` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before it is started.
+        `wait_issued` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before its start.
         `target`: see `stage`.
         """
         hosts = None if is_copy_thread() else _addresses(arrays)
@@ -140,7 +140,7 @@ class Staging:
         self._start(self._lanes[H2D], begun[0], copied, packed.nbytes, 1)
         return True
 
-    def end(self, job: Job) -> None:
+    def wait_issued(self, job: Job) -> None:
         """Block until the sources of a job are free, and all its copies are in the stream. Raises why it failed."""
         job.wait_for(ISSUED)
         job.sources = None

@@ -26,17 +26,17 @@ RECEIVE_NBYTES = 256 << 10
 class Channel:
     """The parent's side. It never blocks. One thread at a time."""
 
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self.over = False
         """The other side has hung up, or is dead. What it said before still comes."""
-        self._end = end
+        self._socket = sock
         self._unsent: deque[memoryview] = deque()
         self._heard = bytearray()
 
     def fileno(self) -> int:
         """Return the descriptor to be waited for; -1 if it is closed."""
-        return self._end.fileno()
+        return self._socket.fileno()
 
     @property
     def pending(self) -> bool:
@@ -53,7 +53,7 @@ class Channel:
         """Send what there is room for."""
         try:
             while self.pending:
-                sent = self._end.send(self._unsent[0])
+                sent = self._socket.send(self._unsent[0])
                 rest = self._unsent[0][sent:]
                 if rest:
                     self._unsent[0] = rest
@@ -67,7 +67,7 @@ class Channel:
     def receive(self) -> list[Any]:
         """Return the messages that have come completely."""
         try:
-            while data := self._end.recv(RECEIVE_NBYTES):
+            while data := self._socket.recv(RECEIVE_NBYTES):
                 self._heard += data
             self.over = True
         except BlockingIOError:
@@ -82,7 +82,7 @@ class Channel:
     def close(self) -> None:
         """Hang up. Twice is fine."""
         self.over = True
-        self._end.close()
+        self._socket.close()
 
     def _cut_off(self) -> bytearray | None:
         if len(self._heard) < HEADER.size:
@@ -96,24 +96,24 @@ class Channel:
         return message
 
 
-def send(end: socket.socket, message: object) -> None:
+def send(sock: socket.socket, message: object) -> None:
     """Send a message, waiting until it is out. Raises `ConnectionError`."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    end.sendall(HEADER.pack(len(data)))
-    end.sendall(data)
+    sock.sendall(HEADER.pack(len(data)))
+    sock.sendall(data)
 
 
-def receive(end: socket.socket) -> Any:
+def receive(sock: socket.socket) -> Any:
     """Wait for a message and return it. Raises `EOFError` once the other side has hung up, and `ConnectionError`."""
-    (nbytes,) = HEADER.unpack(_exactly(end, HEADER.size))
-    return pickle.loads(_exactly(end, nbytes))
+    (nbytes,) = HEADER.unpack(_exactly(sock, HEADER.size))
+    return pickle.loads(_exactly(sock, nbytes))
 
 
-def _exactly(end: socket.socket, nbytes: int) -> bytearray:
+def _exactly(sock: socket.socket, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     left = memoryview(data)
     while left:
-        count = end.recv_into(left)
+        count = sock.recv_into(left)
         if not count:
             raise EOFError
         left = left[count:]

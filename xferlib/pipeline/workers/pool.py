@@ -151,12 +151,12 @@ class WorkerPool:
 
     def mend(self) -> None:
         """Kill all workers: what they and their parent know of each other was cut by an interrupt."""
-        uninterrupted(self._dismiss, 0.0)
+        uninterrupted(self._terminate, 0.0)
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         """End all workers; kill those that do not within so many seconds. On a thread that no interrupt comes to. Twice is fine."""
         self._closed = True
-        self._dismiss(patience)
+        self._terminate(timeout)
         self.wakeup.close()
 
     def forget(self) -> None:
@@ -190,7 +190,7 @@ class WorkerPool:
             self._workers.append(self._start())
 
     def _take_out(self, worker: Worker) -> Exit:
-        code = uninterrupted(self._end, worker)
+        code = uninterrupted(self._terminate_one, worker)
         words = ended(code)
         if not worker.ready:
             self._failed_starts += 1
@@ -199,24 +199,24 @@ class WorkerPool:
         lost = worker.assigned.popleft() if worker.assigned else None
         return Exit(f"worker {worker.pid} {words}", lost, tuple(worker.assigned))
 
-    def _end(self, worker: Worker) -> int | None:
+    def _terminate_one(self, worker: Worker) -> int | None:
         with self._changing:
             # If not, the caller was interrupted, and all were killed since.
-            code = worker.end(EXIT_SECONDS) if worker in self._workers else None
+            code = worker.terminate(EXIT_SECONDS) if worker in self._workers else None
             self._workers = self._others(worker)
             return code
 
     def _others(self, worker: Worker) -> list[Worker]:
         return [other for other in self._workers if other is not worker]
 
-    def _dismiss(self, patience: float) -> None:
+    def _terminate(self, timeout: float) -> None:
         with self._changing:
-            self._dismiss_all(patience)
+            self._terminate_all(timeout)
 
-    def _dismiss_all(self, patience: float) -> None:
+    def _terminate_all(self, timeout: float) -> None:
         for worker in self._workers:
             worker.disconnect()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while self._workers:
-            self._workers[-1].end(max(0.0, deadline - time.monotonic()))
+            self._workers[-1].terminate(max(0.0, deadline - time.monotonic()))
             self._workers.pop()

@@ -90,10 +90,10 @@ class Worker:
         """Let it end when it has finished what it is doing. Twice is fine."""
         self.channel.close()
 
-    def end(self, patience: float) -> int | None:
+    def terminate(self, timeout: float) -> int | None:
         """Hang up, wait so many seconds for it to end, kill it if it does not, and return its exit code, if anybody knows it."""
         self.disconnect()
-        self._process.join(patience)
+        self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()

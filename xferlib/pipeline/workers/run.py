@@ -269,18 +269,18 @@ class Run(OnePass, Iterator[TreeT_co]):
         return _Step(error=outcome)
 
     def _listen(self) -> None:
-        patience = self._patience()
-        if patience is not None and self._slots.all_held:
+        timeout = self._timeout()
+        if timeout is not None and self._slots.all_held:
             # No worker has anything to fill, and so nothing to say.
-            self._slots.wait(patience)
-            patience = 0.0
-        for heard in self._pool.listen(patience):
+            self._slots.wait(timeout)
+            timeout = 0.0
+        for heard in self._pool.listen(timeout):
             if isinstance(heard, Answer):
                 self._answered(heard)
             else:
                 self._exited(heard)
 
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         """Return how long to listen: until somebody speaks; but while there is no slot, only until a copy may be done."""
         if not self._starved:
             return None

@@ -242,7 +242,7 @@ class SharedRing(Generic[TreeT_co]):
         """
         if isinstance(self._refusal, BackendUnavailableError):
             return
-        self._end(ClosedError("this ring is closed. Make another SharedRing"))
+        self._refuse(ClosedError("this ring is closed. Make another SharedRing"))
         self._pool.wakeup.wake()
         if self._pool.entered or collects():
             # This thread, or one that waits for it, is in the middle of a step. That must come to its end first.
@@ -253,7 +253,7 @@ class SharedRing(Generic[TreeT_co]):
 
     def forget(self) -> None:
         """Refuse everything: this process is a forked child. See `Forgetful`."""
-        self._end(stayed("this ring cannot be used", "it was made", "Make rings in the child"))
+        self._refuse(stayed("this ring cannot be used", "it was made", "Make rings in the child"))
         self._holdings.forget()
 
     def __enter__(self) -> SharedRing[TreeT_co]:
@@ -266,7 +266,7 @@ class SharedRing(Generic[TreeT_co]):
         state = "" if self._refusal is None else ", closed"
         return f"<SharedRing of {counted(self.slots, 'slot')}: {self._layout.in_words}{state}>"
 
-    def _end(self, refusal: XferError) -> None:
+    def _refuse(self, refusal: XferError) -> None:
         if self._refusal is None:
             self._refusal = refusal
         self._end_run(refusal)

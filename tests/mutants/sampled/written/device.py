@@ -43,7 +43,7 @@ MUTANTS = [
     (DEVICE, "list(row.streams.values()), tuple(row.streams)\n", "list(row.streams.values()), NOBODY\n"),
     (DEVICE, "                    row.fence = self._retire(streams)", "                    row.fence = self._retire(streams[:1])"),
     (DEVICE, "                if streams:\n", "                if False:\n"),
-    (DEVICE, "                    if not behind:\n    ", "                    if True:\n    "),
+    (DEVICE, "                    if not fences:\n    ", "                    if True:\n    "),
     (
         DEVICE,
         "        row.lease, row.readers, row.streams, row.since = None, readers, {}, self._changes",

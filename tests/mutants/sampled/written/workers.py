@@ -49,7 +49,7 @@ MUTANTS = [
     (RING, "            self._closed = True\n", ""),
     (RING, "if not self._closed or self.memory is not None:", "if not self._closed:"),
     (POOL, "while not self._closed and len(self._workers) < count:", "while len(self._workers) < count:"),
-    (POOL, "worker.end(EXIT_SECONDS) if worker in self._workers else None", "worker.end(EXIT_SECONDS)"),
+    (POOL, "worker.terminate(EXIT_SECONDS) if worker in self._workers else None", "worker.terminate(EXIT_SECONDS)"),
     (RING, 'whole_number(slots, "slots", least=2)', 'whole_number(slots, "slots", least=1)'),
     (RING, "workers=min(workers, self.slots)", "workers=workers"),
     (WORKER, "beside = _put_beside(views, *before)", "beside = None"),
