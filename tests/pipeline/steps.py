@@ -95,7 +95,7 @@ class PutBy:
 
 def part(pipeline: xferlib.Prefetch) -> str | None:
     """Return what the thread of a prefetch is doing."""
-    return pipeline._background.clock.part
+    return pipeline._background.clock.phase
 
 
 def thread_of(pipeline: xferlib.Prefetch) -> threading.Thread:

@@ -68,7 +68,7 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
 
 def test_a_thread_whose_taker_is_behind_uses_no_processor() -> None:
     items = background.BackgroundIterator(range(9), lambda box, clock: box[0], depth=1)
-    until(lambda: items.ahead == 1 and items.clock.part == "place")
+    until(lambda: items.ahead == 1 and items.clock.phase == "place")
     assert items._thread.ident is not None
     used = time.pthread_getcpuclockid(items._thread.ident)
     before, mine = time.clock_gettime(used), time.thread_time()

@@ -95,7 +95,7 @@ def test_nothing_is_asked_for_behind_an_error_until_the_consumer_asks(make: Make
         assert [next(loop)[0], next(loop)[0]] == [0, 1]
         with pytest.raises(Lost):
             next(loop)
-        prefetch = loop if isinstance(loop, xferlib.Prefetch) else loop._source
+        prefetch = loop if isinstance(loop, xferlib.Prefetch) else loop._prefetched
         if prefetch is not None:
             # It waits, with three places free.
             until(lambda: part(prefetch) == "place" and prefetch._background._shared.inbox.empty())

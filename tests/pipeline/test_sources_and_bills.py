@@ -98,7 +98,7 @@ def rewriting(asked: list[int], tail: int = 0) -> Iterator[Any]:
 
 def is_read(batches: xferlib.Prefetch) -> bool:
     """Tell whether the source's thread waits until a batch may be rewritten."""
-    return batches._background.clock.part == "read"
+    return batches._background.clock.phase == "read"
 
 
 @pytest.mark.parametrize("tail", [0, 1])

@@ -166,7 +166,7 @@ class Scenario:
         taken: list[int] = []
         with xferlib.stager("host", pinned_limit=16 << 20) as stager, xferlib.Ring(stager, ((1,), np.int64), 2) as ring:
             results = xferlib.stream_map(lambda tree: self.fn(stager, tree), self.source(ring), stager, self.depth, out=self.out)
-            source = results._source
+            source = results._prefetched
             try:
                 with results:
                     for result in results:

@@ -46,7 +46,7 @@ class BackgroundIterator(Generic[T]):
     next one when there is a place for it.
 
     `before_next(clock)` is called on the thread before the source is asked for the next item, when there is a place for it.
-    Both may turn the clock to parts of their own; "source", "start" and "place" (no place: the taker is behind) are the iterator's.
+    Both may turn the clock to phases of their own; "source", "start" and "place" (no place: the taker is behind) are ours.
     A generator is closed, on the thread, when the iterator ends before it does; other iterators are only let go of.
     """
 
@@ -153,7 +153,7 @@ class BackgroundIterator(Generic[T]):
         """
         shared = self._shared
         shared.stop()
-        if not self._join() and shared.clock.part == "source":
+        if not self._join() and shared.clock.phase == "source":
             user_line().warn(
                 f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
                 "Its thread ends when it does",

@@ -88,7 +88,7 @@ class Drained(OnePass, Generic[TreeT_co]):
         out: TreeT_co | None,
         length: int | None = None,
         stream: object | None = None,
-        source: Prefetch[Any] | None = None,
+        prefetched: Prefetch[Any] | None = None,
     ) -> None:
         if stream is not None:
             stager.check_stream(stream)
@@ -96,7 +96,7 @@ class Drained(OnePass, Generic[TreeT_co]):
         warn_of_ended(results, "results")
         self._stream = stream
         self._results = iter(results)
-        self._source = source
+        self._prefetched = prefetched
         whole_number(depth, "depth", least=1)
         self._has_out = out is not None
         self._drain: Drain[TreeT_co] = Drain(stager, capped_depth(depth, length), out=out)
@@ -111,7 +111,7 @@ class Drained(OnePass, Generic[TreeT_co]):
     @property
     def bill(self) -> MemoryEstimate:
         """The memory that the loop needs, as far as it has seen. If there is a prefetch, this waits for its first batch."""
-        before = MemoryEstimate() if self._source is None else self._source.bill
+        before = MemoryEstimate() if self._prefetched is None else self._prefetched.bill
         return before + (self._drain.bill or MemoryEstimate())
 
     def report(self) -> Report:
@@ -123,7 +123,7 @@ class Drained(OnePass, Generic[TreeT_co]):
             taker=self._clock.since(taker),
             first=sum(taker.values()),
         )
-        return after if self._source is None else of_stream(self._source.report(), after)
+        return after if self._prefetched is None else of_stream(self._prefetched.report(), after)
 
     def close(self) -> None:
         """End the loop. Twice is fine."""
@@ -134,8 +134,8 @@ class Drained(OnePass, Generic[TreeT_co]):
         try:
             self._drain.close()
         finally:
-            if self._source is not None:
-                self._source.close()
+            if self._prefetched is not None:
+                self._prefetched.close()
 
     def __iter__(self) -> Iterator[TreeT_co]:
         """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""

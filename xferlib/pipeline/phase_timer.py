@@ -21,16 +21,16 @@ class PhaseTimer:
         self._now: tuple[str | None, float] = (None, 0.0)
 
     @property
-    def part(self) -> str | None:
+    def phase(self) -> str | None:
         """What the thread is doing now."""
         return self._now[0]
 
-    def turn(self, part: str | None) -> float:
+    def turn(self, phase: str | None) -> float:
         """Say that the thread does something else from now on; return how long it did the last."""
         before, since = self._now
         now = time.perf_counter()
         # In this order a reader misses a moment at worst, and counts none twice.
-        self._now = (part, now)
+        self._now = (phase, now)
         if before is None:
             return 0.0
         self._seconds[before] = self._seconds.get(before, 0.0) + now - since
@@ -40,20 +40,20 @@ class PhaseTimer:
         """Say that the thread does nothing more that counts."""
         self.turn(None)
 
-    def move(self, seconds: float, source: str, target: str) -> None:
-        """Count some of the time of one part for another, because only afterwards it is known what it was."""
-        seconds = min(seconds, self._seconds.get(source, 0.0))
-        self._seconds[source] = self._seconds.get(source, 0.0) - seconds
-        self._seconds[target] = self._seconds.get(target, 0.0) + seconds
+    def move(self, seconds: float, phase: str, to: str) -> None:
+        """Count some of the time of one phase for another, because only afterwards it is known what it was."""
+        seconds = min(seconds, self._seconds.get(phase, 0.0))
+        self._seconds[phase] = self._seconds.get(phase, 0.0) - seconds
+        self._seconds[to] = self._seconds.get(to, 0.0) + seconds
 
     def since(self, before: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the seconds by part since `read` returned this."""
-        return {part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in self.read().items()}
+        """Return the seconds by phase since `read` returned this."""
+        return {phase: max(0.0, seconds - before.get(phase, 0.0)) for phase, seconds in self.read().items()}
 
     def read(self) -> Mapping[str, float]:
-        """Return the seconds by part, those of the running part included."""
+        """Return the seconds by phase, those of the running phase included."""
         seconds = dict(self._seconds)
-        part, since = self._now
-        if part is not None:
-            seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - since
+        phase, since = self._now
+        if phase is not None:
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - since
         return seconds

@@ -158,17 +158,17 @@ _DRAIN_ADVICE: Mapping[Bound, str] = {
 }
 
 
-def of_stream(source: Report, after: Report) -> Report:
-    """Judge a prefetch and the drain behind it as one."""
+def of_stream(before: Report, after: Report) -> Report:
+    """Judge a prefetch, `before`, and the drain `after` it as one."""
     if after.bound == "nothing yet":
         return after
     # Unless the prefetch waits for the consumer, what comes after it does not count.
-    bound: Bound = after.bound if source.bound == "compute" else source.bound
-    if bound == "source" and source.bound == "compute":
+    bound: Bound = after.bound if before.bound == "compute" else before.bound
+    if bound == "source" and before.bound == "compute":
         bound = "compute"
     parts = {
-        **{f"in.{part}": seconds for part, seconds in source.parts.items()},
-        **{f"out.{part}": seconds for part, seconds in after.parts.items()},
+        **{f"in.{phase}": seconds for phase, seconds in before.parts.items()},
+        **{f"out.{phase}": seconds for phase, seconds in after.parts.items()},
     }
-    words = (f"{bound}-bound", *(f"in: {line}" for line in source.words), *(f"out: {line}" for line in after.words))
+    words = (f"{bound}-bound", *(f"in: {line}" for line in before.words), *(f"out: {line}" for line in after.words))
     return Report(batches=after.batches, seconds=after.seconds, bound=bound, parts=parts, words=words)

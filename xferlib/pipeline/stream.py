@@ -102,12 +102,14 @@ def stream_map(
     if not callable(fn):
         raise TypeError(f"fn={reprlib.repr(fn)}: expected a function, before the batches: stream_map(fn, batches, stager)")
     check_stager(stager, batches, comes="third")
-    source = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
+    prefetched = prefetch(batches, stager, depth, rewrites=rewrites, stream=stream)
     try:
         # Not of the batches: their own thread may be inside of them by now.
-        return Drained(_Mapped(fn, source), stager, depth, out=out, length=known_length(source), stream=stream, source=source)
+        return Drained(
+            _Mapped(fn, prefetched), stager, depth, out=out, length=known_length(prefetched), stream=stream, prefetched=prefetched
+        )
     except BaseException:
-        source.close()
+        prefetched.close()
         raise
 
 
@@ -115,12 +117,12 @@ def stream_map(
 class _Mapped(Iterator[Any]):
     """`fn` of every batch, called when it is asked for. Keeps no batch between two steps, and goes on after an exception."""
 
-    def __init__(self, fn: Callable[[Any], Any], source: Prefetch) -> None:
+    def __init__(self, fn: Callable[[Any], Any], prefetched: Prefetch) -> None:
         self._fn = fn
-        self._source = source
+        self._prefetched = prefetched
 
     def __next__(self) -> Any:
-        batch = next(self._source)
+        batch = next(self._prefetched)
         try:
             return self._fn(batch)
         except StopIteration as error:

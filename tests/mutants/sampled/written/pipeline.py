@@ -104,7 +104,7 @@ MUTANTS = [
         "and self._drain.pending <= self._drain.depth:",
         "and self._drain.pending < self._drain.depth:",
     ),
-    (CLOCK, "        seconds = min(seconds, self._seconds.get(source, 0.0))\n", ""),
+    (CLOCK, "        seconds = min(seconds, self._seconds.get(phase, 0.0))\n", ""),
     (ROWS, "        if end > self.rows:", "        if end >= self.rows:"),
     (UNSHARED, "if count != _ALONE + owners or weakref.getweakrefcount(item):", "if count != _ALONE + owners:"),
     (UNSHARED, "if count != _ALONE + owners or", "if count > _ALONE + 1 or"),
