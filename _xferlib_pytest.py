@@ -29,7 +29,7 @@ def assert_overlaps() -> Callable[..., None]:
     of a GPU. Where there is a GPU, and CUPTI is missing or another
     tool has it, nothing is skipped: `BackendUnavailableError` says what to do.
     """
-    from xferlib.overlap.driver import NoGpuError
+    from xferlib.overlap.libcuda import NoGpuError
     from xferlib.overlap.loops import assert_overlaps as checked
 
     def check(step: Callable[[], object], **options: int) -> None:

@@ -11,7 +11,7 @@ import xferlib_cupy._probe
 import xferlib_jax._probe
 import xferlib_numba._module
 
-from xferlib.cli.errors import INSTALL_PLOT
+from xferlib.cli.command_error import INSTALL_PLOT
 from xferlib.files.formats import INSTALL as INSTALL_FILES
 
 ROOT = Path(__file__).resolve().parent.parent

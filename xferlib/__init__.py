@@ -48,9 +48,9 @@ from xferlib.files.save import save as save
 from xferlib.memory.registered import Pin as Pin
 from xferlib.overlap.loops import assert_overlaps as assert_overlaps
 from xferlib.overlap.measure import measure_overlap as measure_overlap
-from xferlib.overlap.report import OverlapReport as OverlapReport
-from xferlib.overlap.report import OverlapRow as OverlapRow
-from xferlib.overlap.report import Spread as Spread
+from xferlib.overlap.overlap_report import OverlapReport as OverlapReport
+from xferlib.overlap.overlap_report import OverlapRow as OverlapRow
+from xferlib.overlap.overlap_report import Spread as Spread
 from xferlib.pipeline.drain import Drain as Drain
 from xferlib.pipeline.drain import Results as Results
 from xferlib.pipeline.drained import Drained as Drained
@@ -63,7 +63,7 @@ from xferlib.pipeline.report import Report as Report
 from xferlib.pipeline.ring import Ring as Ring
 from xferlib.pipeline.ring import Slot as Slot
 from xferlib.pipeline.stacking import stack as stack
-from xferlib.pipeline.stream import stream_map as stream_map
+from xferlib.pipeline.stream_map import stream_map as stream_map
 from xferlib.pipeline.workers.run import Run as Run
 from xferlib.pipeline.workers.shared_ring import SharedRing as SharedRing
 from xferlib.protocol import Capabilities as Capabilities

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias, final
 
 from cupy.cuda import runtime
 
-from xferlib.cuda.events import Wait
+from xferlib.cuda.fences import Wait
 from xferlib.handles import Handles, Keep
 from xferlib.protocol import Event, Stream
 from xferlib_cupy._device import Device

@@ -16,7 +16,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from xferlib.cuda.driver import EngineCalls
-from xferlib.cuda.events import Recorded, StreamFences
+from xferlib.cuda.fences import Recorded, StreamFences
 from xferlib.protocol import Capabilities, DeviceBlock, DeviceRange, Event, Place, Stream
 from xferlib_cupy import _arrays, _memory
 from xferlib_cupy._arrays import CupyArray

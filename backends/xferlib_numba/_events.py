@@ -15,7 +15,7 @@ from itertools import filterfalse
 from operator import itemgetter
 from typing import Any, final
 
-from xferlib.cuda.events import Wait
+from xferlib.cuda.fences import Wait
 from xferlib.handles import Handles, Keep
 from xferlib.protocol import Event, Stream
 from xferlib_numba._device import Device

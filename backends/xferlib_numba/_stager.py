@@ -19,7 +19,7 @@ from typing import Any, cast, final
 import numpy as np
 
 from xferlib.cuda.driver import EngineCalls
-from xferlib.cuda.events import Recorded, StreamFences
+from xferlib.cuda.fences import Recorded, StreamFences
 from xferlib.protocol import Capabilities, DeviceBlock, DeviceRange, Event, Stream
 from xferlib_numba import _arrays, _memory
 from xferlib_numba._arrays import Lay, NumbaArray

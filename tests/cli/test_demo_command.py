@@ -25,9 +25,9 @@ from PIL import Image
 
 from tests.children import threads
 from tests.core.fakes import until
-from xferlib.cli import errors, main
+from xferlib.cli import command_error, main
 from xferlib.cli.demo import reference, verify
-from xferlib.cli.demo.report import _hidden, hidden_share
+from xferlib.cli.demo.figures import _hidden, hidden_share
 from xferlib.cli.demo.result import ResultFile
 
 FRAMES = 40
@@ -355,7 +355,7 @@ def test_a_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
 def test_missing_plot_packages_are_named_with_what_to_type(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    monkeypatch.setattr(command_error, "find_spec", lambda name: None)
     assert demo(source, "--out", tmp_path / "out") == 1
     assert 'pip install "matplotlib>=3.8" "pillow>=10.3"' in capsys.readouterr().err
     assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 0

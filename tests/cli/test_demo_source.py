@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from xferlib.cli.command_error import CommandError
+from xferlib.cli.demo.options import check_memory
 from xferlib.cli.demo.pictures import bundled, open_folder, open_image
-from xferlib.cli.demo.plan import check_memory
 from xferlib.cli.demo.source import FrameSource, from_array, open_npy, tiled
-from xferlib.cli.errors import CommandError
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import xferlib_cupy.diagnosis
 import xferlib
 from xferlib.cli import doctor, machine, main
 from xferlib.overlap.measure import measure_overlap
-from xferlib.overlap.report import OverlapReport, Spread
+from xferlib.overlap.overlap_report import OverlapReport, Spread
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from xferlib.cli.paths import findings_of, paths_of, slow_of_ours
-from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
+from xferlib.overlap.overlap_report import OverlapReport, OverlapRow, Spread
 
 NBYTES = 50_000_000
 

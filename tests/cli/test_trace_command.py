@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import children
-from xferlib.cli.errors import CommandError
-from xferlib.cli.trace import command_line
+from xferlib.cli.command_error import CommandError
+from xferlib.cli.trace_program import command_line
 
 PROGRAM = """
 import sys

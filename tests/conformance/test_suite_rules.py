@@ -14,7 +14,7 @@ from xferlib_host.conformance import TestHost as Host
 
 from xferlib.conformance import Hooks, StagerConformance
 from xferlib.conformance.plugin import _capabilities
-from xferlib.conformance.run import run
+from xferlib.conformance.run_suite import run
 from xferlib.conformance.verdicts import verdicts
 from xferlib.protocol import LAWS, Capabilities
 

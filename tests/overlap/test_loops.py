@@ -12,7 +12,7 @@ import xferlib
 from tests.overlap.played import COMPUTE, COPIES, Played
 from xferlib.gates import gate_table
 from xferlib.overlap import loops
-from xferlib.overlap.driver import DriverError
+from xferlib.overlap.libcuda import DriverError
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_a_loop_that_ends_is_no_verdict_and_it_says_how_many_steps_are_needed(de
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xferlib.overlap.driver.LIBRARY", "libxferlib-there-is-none.so")
+    monkeypatch.setattr("xferlib.overlap.libcuda.LIBRARY", "libxferlib-there-is-none.so")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xferlib
-from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
+from xferlib.overlap.overlap_report import OverlapReport, OverlapRow, Spread
 
 NBYTES = 1 << 20
 

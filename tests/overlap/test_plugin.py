@@ -40,9 +40,9 @@ callbacks.load = lambda: cupti
 BROKEN = """
 import types
 
-from xferlib.overlap import driver
+from xferlib.overlap import libcuda
 
-driver.ctypes.CDLL = lambda name: types.SimpleNamespace(cuInit=lambda flags: {status})
+libcuda.ctypes.CDLL = lambda name: types.SimpleNamespace(cuInit=lambda flags: {status})
 """
 
 

@@ -27,7 +27,7 @@ FILES = {
     "prefetch.py",
     "drain.py",
     "drained.py",
-    "stream.py",
+    "stream_map.py",
     "latch.py",
     "failed.py",
     "report.py",

@@ -111,7 +111,7 @@ DETAILS = {
 }
 FILES = {
     "prefetch": ("prefetch.py", "background.py", "source_thread.py", "workers/run.py"),
-    "stream_map": ("stream.py", "drain.py", "drained.py", "source_thread.py", "workers/run.py"),
+    "stream_map": ("stream_map.py", "drain.py", "drained.py", "source_thread.py", "workers/run.py"),
     "drain": ("drain.py", "drained.py", "source_thread.py", "workers/run.py"),
     "hand": ("drain.py", "workers/run.py"),
 }

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from xferlib.cli.errors import CommandError
+from xferlib.cli.command_error import CommandError
 
 __all__ = ["app"]
 
@@ -142,7 +142,7 @@ def conformance(
     Exits with pytest's status; with 4, and the reason, if the backend cannot run here, so that nothing is tested.
     """
     try:
-        from xferlib.conformance.run import run as run_suite
+        from xferlib.conformance.run_suite import run as run_suite
     except ModuleNotFoundError as error:
         if error.name != "pytest":
             raise
@@ -182,7 +182,7 @@ def trace(
 
     Ends with the program's status. The summary goes to stderr.
     """
-    from xferlib.cli.trace import run
+    from xferlib.cli.trace_program import run
 
     run(command, json_file, html)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from xferlib.overlap.report import HIDDEN, SHOWN, OverlapReport, OverlapRow
+from xferlib.overlap.overlap_report import HIDDEN, SHOWN, OverlapReport, OverlapRow
 
 __all__ = ["CopyPath", "findings_of", "paths_of", "slow_of_ours"]
 

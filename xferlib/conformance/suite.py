@@ -19,7 +19,7 @@ from xferlib.conformance.laws.failures import FailureLaws
 from xferlib.conformance.laws.flags import FlagLaws
 from xferlib.conformance.laws.freedom import FreedomLaws
 from xferlib.conformance.laws.hook_checks import HookChecks
-from xferlib.conformance.laws.mapped import MappedLaws
+from xferlib.conformance.laws.mapped_memory import MappedLaws
 from xferlib.conformance.laws.order import OrderLaws
 from xferlib.conformance.laws.overlap import OverlapLaws
 from xferlib.conformance.laws.ownership import OwnershipLaws

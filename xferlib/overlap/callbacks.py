@@ -18,7 +18,7 @@ from typing import Any, Protocol, final
 from xferlib.callers import caller_of, frame_of
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import CopyDirection, CudaCall, Site
-from xferlib.overlap.driver import Driver
+from xferlib.overlap.libcuda import Driver
 from xferlib.overlap.parameters import FUNCTIONS, Function
 from xferlib.tracing.library import CALLBACK, ENTER, CuptiError, check, load
 from xferlib.tracing.log import is_program

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 from xferlib.overlap.calls import LEGACY, Baseline, CopyDirection, CudaCall, HeldSteps, Site
-from xferlib.overlap.order import Edge, path
+from xferlib.overlap.happens_before import Edge, path
 from xferlib.words import in_words
 
 __all__ = ["NAMES", "Cause", "Causes", "Finding", "copy_words", "where"]

@@ -15,7 +15,7 @@ from xferlib.callers import frame_of
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import CallRecording, site_of
 from xferlib.overlap.calls import DIRECTIONS, Baseline, CudaCall, HeldSteps, Site, Stuck
-from xferlib.overlap.driver import Driver, DriverError
+from xferlib.overlap.libcuda import Driver, DriverError
 
 __all__ = ["ENOUGH", "REST_SECONDS", "LoopHold", "Rehearsal"]
 

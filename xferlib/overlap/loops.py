@@ -16,8 +16,8 @@ from xferlib.errors import UndecidedError, add_note
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import CallRecording, recorded
 from xferlib.overlap.calls import DIRECTIONS, Baseline, CopyDirection, CudaCall, HeldSteps
-from xferlib.overlap.driver import Driver, DriverError, NoGpuError
 from xferlib.overlap.hold import ENOUGH, REST_SECONDS, LoopHold, Rehearsal
+from xferlib.overlap.libcuda import Driver, DriverError, NoGpuError
 from xferlib.overlap.verdict import judge
 from xferlib.words import counted
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.checks import positive_nbytes, whole_number
-from xferlib.overlap.report import OverlapReport, OverlapRow, Spread
+from xferlib.overlap.overlap_report import OverlapReport, OverlapRow, Spread
 from xferlib.registry import workload_of
 from xferlib.stager import Stager, check_stager
 from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, Workload

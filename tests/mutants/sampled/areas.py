@@ -314,28 +314,34 @@ AREAS = {
             **dict.fromkeys(
                 ("/background.py", "/source_thread.py"),
                 pipeline(
-                    "background", "prefetch", "stream", "one_pass*", "prefetch_refusals", "closing_meanwhile", "sources_and_bills"
+                    "background",
+                    "prefetch",
+                    "stream_map",
+                    "one_pass*",
+                    "prefetch_refusals",
+                    "closing_meanwhile",
+                    "sources_and_bills",
                 ),
             ),
             "/prefetch.py": (
-                *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream", "unshared"),
+                *pipeline("prefetch", "one_pass*", "prefetch_refusals", "released_slots", "report", "stream_map", "unshared"),
                 *pipeline("sources_and_bills"),
             ),
             "/host_tree.py": pipeline("host_tree"),
             **dict.fromkeys(
                 ("/drain.py", "/drained.py"),
-                pipeline("drain*", "one_pass*", "stream", "closing_meanwhile", "report", "sources_and_bills"),
+                pipeline("drain*", "one_pass*", "stream_map", "closing_meanwhile", "report", "sources_and_bills"),
             ),
             **dict.fromkeys(
                 ("/completion.py", "/memory_users.py"),
-                pipeline("drain", "ring", "ring_reuse", "released_slots", "stream", "sources_and_bills"),
+                pipeline("drain", "ring", "ring_reuse", "released_slots", "stream_map", "sources_and_bills"),
             ),
-            "/stream.py": pipeline("stream", "one_pass*", "report", "sources_and_bills"),
-            "/report.py": pipeline("report", "stream", "sources_and_bills"),
+            "/stream_map.py": pipeline("stream_map", "one_pass*", "report", "sources_and_bills"),
+            "/report.py": pipeline("report", "stream_map", "sources_and_bills"),
             "/unshared.py": pipeline("unshared"),
             "/phase_timer.py": pipeline("report", "prefetch", "sources_and_bills"),
             "/memory_estimate.py": pipeline("ring", "prefetch", "drain", "sources_and_bills"),
-            "/output_writer.py": pipeline("drain", "stream", "sources_and_bills"),
+            "/output_writer.py": pipeline("drain", "stream_map", "sources_and_bills"),
         },
     ),
     "workers": Area(

@@ -6,4 +6,4 @@
 from __future__ import annotations
 
 from xferlib.cli.demo.command import run as run
-from xferlib.cli.demo.plan import Options as Options
+from xferlib.cli.demo.options import Options as Options

@@ -8,14 +8,14 @@ from typing import Any
 
 import typer
 
+from xferlib.cli.command_error import CommandError
 from xferlib.cli.demo import sheet, verify
-from xferlib.cli.demo.plan import Options, open_source, plan
-from xferlib.cli.demo.progress import Bar
-from xferlib.cli.demo.report import figures, show
+from xferlib.cli.demo.figures import figures, show
+from xferlib.cli.demo.loop import Loop
+from xferlib.cli.demo.options import Options, open_source, plan
+from xferlib.cli.demo.progress_bar import Bar
 from xferlib.cli.demo.result import ResultFile
 from xferlib.cli.demo.source import tiled
-from xferlib.cli.demo.stream import Loop
-from xferlib.cli.errors import CommandError
 from xferlib.engine.cores import usable_cores
 from xferlib.pipeline.ring import Ring
 from xferlib.registry import stager as open_stager

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xferlib.cli.command_error import CommandError, require_plot
 from xferlib.cli.demo.source import FrameSource, from_array
-from xferlib.cli.errors import CommandError, require_plot
 from xferlib.words import counted
 
 __all__ = ["bundled", "open_folder", "open_image"]

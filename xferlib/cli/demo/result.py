@@ -17,8 +17,8 @@ from typing import Self, final
 import numpy as np
 import numpy.typing as npt
 
+from xferlib.cli.command_error import CommandError
 from xferlib.cli.demo.source import PIECE
-from xferlib.cli.errors import CommandError
 
 __all__ = ["ResultFile"]
 

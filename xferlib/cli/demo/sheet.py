@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.cli.demo import reference
-from xferlib.cli.demo.report import device_words
+from xferlib.cli.demo.figures import device_words
 from xferlib.cli.demo.source import FrameSource
 from xferlib.words import counted
 

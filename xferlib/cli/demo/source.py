@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xferlib.cli.errors import CommandError
+from xferlib.cli.command_error import CommandError
 from xferlib.words import counted
 
 __all__ = ["PIECE", "FrameSource", "from_array", "open_npy", "tiled"]

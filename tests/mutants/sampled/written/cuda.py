@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 CONTEXT, DRIVER, EVENTS, STREAMS, REFUSALS = (
-    f"xferlib/cuda/{name}.py" for name in ("context", "driver", "events", "streams", "refusals")
+    f"xferlib/cuda/{name}.py" for name in ("context", "driver", "fences", "streams", "refusals")
 )
 
 MUTANTS = [

@@ -12,7 +12,7 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, R
         "prefetch",
         "drain",
         "memory_users",
-        "stream",
+        "stream_map",
         "report",
         "phase_timer",
         "memory_estimate",

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from xferlib.cli.demo.source import FrameSource
 from xferlib.pipeline.ring import Ring, Slot
-from xferlib.pipeline.stream import stream_map
+from xferlib.pipeline.stream_map import stream_map
 from xferlib.stager import Stager
 from xferlib.workload import EdgeJob, EdgeSpec
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 from numpy.lib.format import MAGIC_PREFIX
 
+from xferlib.cli.command_error import CommandError, require_plot
 from xferlib.cli.demo.pictures import bundled, open_folder, open_image
 from xferlib.cli.demo.source import FrameSource, open_npy
-from xferlib.cli.errors import CommandError, require_plot
 from xferlib.memory.limits import available_memory
 from xferlib.stager import Stager
 from xferlib.workload import EdgeSpec

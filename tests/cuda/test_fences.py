@@ -7,7 +7,7 @@ from typing import Any, final
 
 import pytest
 
-from xferlib.cuda.events import LaterEvent, Recorded, StreamFences, Wait
+from xferlib.cuda.fences import LaterEvent, Recorded, StreamFences, Wait
 from xferlib.errors import CapabilityError
 from xferlib.protocol import Event, Stream
 

@@ -17,8 +17,8 @@ import pytest
 import xferlib
 from tests.children import threads
 from xferlib.cli.demo import reference
+from xferlib.cli.demo.loop import Loop, ahead
 from xferlib.cli.demo.source import from_array
-from xferlib.cli.demo.stream import Loop, ahead
 from xferlib.registry import workload_of
 from xferlib.workload import EdgeJob, EdgeSpec
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from xferlib.cli.errors import CommandError
+from xferlib.cli.command_error import CommandError
 
 __all__ = ["command_line", "run"]
 
