@@ -25,6 +25,7 @@ __all__ = [
     "all_ledgers",
     "all_views",
     "puts_under_way",
+    "reap_all",
     "wait_for_others",
 ]
 
@@ -60,12 +61,6 @@ class Ledger:
     def reap(self) -> bool:
         """Let go of what is done, and tell whether anything was. Never blocks."""
         found = [self.d2h.reap(), self.h2d.reap(), self.jobs.reap(), self.views.reap()]
-        return any(found)
-
-    @staticmethod
-    def reap_all() -> bool:
-        """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
-        found = [ledger.reap() for ledger in all_ledgers()]
         return any(found)
 
     def wait_oldest(self, *, pinned: bool = False) -> bool:
@@ -144,6 +139,12 @@ def all_views() -> list[Views]:
 def all_ledgers() -> list[Ledger]:
     """Return what the stagers of this process have in flight. Any thread."""
     return list(_open.values())
+
+
+def reap_all() -> bool:
+    """Have every stager let go of what its copies are done with, and tell whether there was anything. Never blocks."""
+    found = [ledger.reap() for ledger in all_ledgers()]
+    return any(found)
 
 
 def puts_under_way() -> bool:

@@ -237,7 +237,7 @@ class Device:
 class Idle:
     """What a `DevicePool` asks of a ledger, where nothing is in flight."""
 
-    def reap_all(self) -> bool:
+    def reap(self) -> bool:
         return False
 
     def wait_for_device(self, owns: object) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from tests.core.fakes import Point, on_thread, succeeds
 from xferlib.in_flight import InFlight
 from xferlib.latch import note_copy_thread
-from xferlib.ledger import Ledger, all_ledgers, wait_for_others
+from xferlib.ledger import Ledger, all_ledgers, reap_all, wait_for_others
 from xferlib.pending import Fill, Jobs
 from xferlib.protocol import Stream
 
@@ -139,7 +139,7 @@ def test_every_stager_is_made_to_look(ledger: Plays) -> None:
         stagers.append(ledger(backend))
         stagers[-1].h2d.add(1, (), (), things.pop(0))
     assert [each for each in all_ledgers() if each in stagers] == stagers
-    assert Ledger.reap_all()
+    assert reap_all()
     assert [ref() for ref in alive] == [None] * 3
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import xferlib
 from tests.core.fakes import WATCHDOG, Device, Idle, Point, Slab, off_main, on_thread, until
+from xferlib import ledger as ledgers
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.memory import device_pool, idle_blocks, table
 from xferlib.memory.device_pool import READERS_BEHIND, WORTH_WAITING_NBYTES, DevicePool, Lease, note_reader
@@ -30,7 +31,15 @@ MIB = 1 << 20
 
 
 def cache(device: Device, limit: int | None = None, ledger: Idle | None = None) -> DevicePool:
-    return DevicePool(device, ledger or Idle(), limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+    played: Any = ledger or Idle()
+    ledgers._open[id(played)] = played
+    return DevicePool(device, played, limit)  # type: ignore[arg-type]  # only the part that hands out memory is played
+
+
+@pytest.fixture(autouse=True)
+def open_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a test plays, and no others: a pool asks all that are open."""
+    monkeypatch.setattr(ledgers, "_open", {})
 
 
 class Blocks:
@@ -458,7 +467,7 @@ def test_a_block_that_only_a_copy_that_is_done_holds_is_used_before_another_is_t
     leases: list[Lease] = []
 
     class Done(Idle):
-        def reap_all(self) -> bool:
+        def reap(self) -> bool:
             leases.clear()
             return True
 
@@ -834,7 +843,7 @@ class JustDone(Idle):
         self.device = device
         self.looks = 0
 
-    def reap_all(self) -> bool:
+    def reap(self) -> bool:
         self.looks += 1
         self.device.finish()
         return False
@@ -900,7 +909,7 @@ def test_a_put_that_takes_what_a_copy_held_that_is_done_wants_no_spare(monkeypat
     under_way: list[Lease] = []
 
     class Done(Idle):
-        def reap_all(self) -> bool:
+        def reap(self) -> bool:
             under_way.clear()
             return True
 

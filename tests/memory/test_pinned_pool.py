@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.core.fakes import on_thread, until
 from xferlib.errors import AllocationError
+from xferlib.memory import pinned_pool
 from xferlib.memory.blocks import HostBlock, WhenFull
 from xferlib.memory.pinned_pool import PinnedPool
 from xferlib.memory.ranges import Ranges
@@ -34,7 +35,6 @@ class Driver:
         self.frees = 0
         self.in_flight: deque[object] = deque()
         self.on_free: Callable[[], object] = lambda: None
-        self.is_done = False
         self.refuse_allocation: BaseException | None = None
         self.refuse_free: BaseException | None = None
         self._next = 1 << 30
@@ -58,10 +58,6 @@ class Driver:
         with self._lock:
             del self.live[address]
             self.frees += 1
-
-    def reap_all(self) -> bool:
-        """Nothing is done before it is waited for, unless a test says so."""
-        return self.is_done and self.wait_for_pinned(None)
 
     def wait_for_pinned(self, owns: object) -> bool:
         try:
@@ -338,13 +334,13 @@ def test_what_is_taken_back_while_close_unpins_something_else_is_unpinned() -> N
     assert pool.usage().pinned == 0
 
 
-def test_what_an_idle_stager_has_done_with_is_unpinned_after_close() -> None:
+def test_what_an_idle_stager_has_done_with_is_unpinned_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     pool = driver.pool(8 * MIB)
     driver.in_flight.append(pool.take(MIB))
     pool.close()
     assert pool.settle()
-    driver.is_done = True
+    monkeypatch.setattr(pinned_pool, "reap_all", lambda: driver.wait_for_pinned(None))
     assert not pool.settle()
     assert driver.live == {}
 

@@ -18,7 +18,6 @@ import xferlib
 from tests.core.fakes import held, on_thread, tampered
 from tests.pipeline.failing import failing_copies
 from tests.pipeline.steps import PATIENCE, busy, h2d, part, until
-from xferlib.ledger import Ledger
 from xferlib.pipeline import ring as ring_module
 
 SPEC = {"image": ((4, 3), "float32"), "label": ((4,), "int64")}
@@ -212,7 +211,7 @@ def test_a_thread_that_waits_for_what_it_holds_itself_is_told_so(stager: xferlib
 def test_who_waits_is_told_once(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[None] = []
     monkeypatch.setattr(ring_module, "STUCK_SECONDS", 0.01)
-    monkeypatch.setattr(Ledger, "reap_all", staticmethod(lambda: turns.append(None)))
+    monkeypatch.setattr(ring_module, "reap_all", lambda: turns.append(None))
     with xferlib.Ring(stager, SPEC, slots=1) as ring:
         slots = [ring.acquire()]
         with warnings.catch_warnings(record=True) as told:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, final
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.forks import forget_in_child, leave
 from xferlib.latch import is_copy_thread
-from xferlib.ledger import Ledger
+from xferlib.ledger import Ledger, reap_all
 from xferlib.memory.idle_blocks import NOBODY, BlockRow, IdleBlocks, Streams, size_class
 from xferlib.memory.table import Growth, Table
 from xferlib.protocol import DeviceBlock, DeviceRange, Event, HostStager, Stream
@@ -122,7 +122,7 @@ class DevicePool(Table):
     def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
         """Lease blocks as `lease` does, up to the first that something would have to be waited for."""
         # As in `_find`.
-        self._ledger.reap_all()
+        reap_all()
         leases: list[Lease] = []
         for size in map(size_class, sizes):
             number = self._count()
@@ -180,7 +180,7 @@ class DevicePool(Table):
         # What fails now is tried again at the next look.
         with suppress(*self._failures):
             # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
-            self._ledger.reap_all()
+            reap_all()
             self._trim()
         # In this order: what is entered meanwhile is in the second.
         return bool(self._growing or self._rows)
@@ -252,7 +252,7 @@ class DevicePool(Table):
         # Whether there are idle ones whose readers were not done just now.
         behind = bool(self._idle.get(size))
         # Copies that are done may hold the last reference to an array, and so to its block.
-        self._ledger.reap_all()
+        reap_all()
         collected = False
         while True:
             changes = self._changes

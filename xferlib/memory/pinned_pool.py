@@ -27,7 +27,7 @@ import numpy as np
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child
 from xferlib.latch import give_way, is_copy_thread
-from xferlib.ledger import Ledger, all_ledgers
+from xferlib.ledger import Ledger, all_ledgers, reap_all
 from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT, PAGE, HostBlock, PoolRequest, Usage, WhenFull, check_when_full, round_up
 from xferlib.memory.locker import LOCKER, lock_later, pause_after
@@ -207,7 +207,7 @@ class PinnedPool(Table):
     def _find(self, request: PoolRequest, number: int) -> PinnedRow:
         """Make room, step by step, after a first look has found no idle memory."""
         # Copies that are done may hold the last reference to what is asked for.
-        self._ledger.reap_all()
+        reap_all()
         waits = not request.for_array or self.when_full == "wait"
         released = collected = False
         looks = 0
@@ -244,7 +244,7 @@ class PinnedPool(Table):
 
         Idle memory is unpinned first, where that makes room. It waits for no transfer. Raises `AllocationError`, saying what to do.
         """
-        for make_room in (self._ledger.reap_all, self.release, gc.collect, None):
+        for make_room in (reap_all, self.release, gc.collect, None):
             while True:
                 changes = self._changes
                 if self._step(self._try_reserve, address, nbytes):
@@ -350,7 +350,7 @@ class PinnedPool(Table):
     def settle(self) -> bool:
         """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
         # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
-        self._ledger.reap_all()
+        reap_all()
         try:
             self._trim()
         except Exception:

@@ -25,7 +25,7 @@ from xferlib.callers import user_line
 from xferlib.checks import check_iterable, checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import ClosedError, TransferError
-from xferlib.ledger import Ledger
+from xferlib.ledger import reap_all
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock
 from xferlib.pipeline.completion import Completion, completion_of
@@ -244,7 +244,7 @@ class Ring(Generic[TreeT_co]):
         collect_at, tell_at = began + COLLECT_AFTER_SECONDS, began + STUCK_SECONDS
         while True:
             # A slot's arrays may be held by copies that `Slot.put` did not start, until somebody asks whether they are done.
-            Ledger.reap_all()
+            reap_all()
             self._reap()
             if self._idle or self._put or self._closed:
                 return

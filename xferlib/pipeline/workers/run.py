@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 from xferlib.callers import user_line
 from xferlib.checks import uncopied
 from xferlib.errors import WorkerDiedError, WorkerError, add_note, anew
-from xferlib.ledger import Ledger
+from xferlib.ledger import reap_all
 from xferlib.pipeline.one_pass import OnePass
 from xferlib.pipeline.workers.layout import SlotTree
 from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
@@ -223,7 +223,7 @@ class Run(OnePass, Iterator[TreeT_co]):
         slot = self._slots.take()
         if slot is None:
             # A copy may be done that nobody has asked about since.
-            Ledger.reap_all()
+            reap_all()
             slot = self._slots.take()
         if slot is None:
             self._starved = True

@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "        # Copies that are done may hold the last reference to an array, and so to its block.\n        self._ledger.reap_all()\n",
+        "        # Copies that are done may hold the last reference to an array, and so to its block.\n        reap_all()\n",
         "",
     ),
     (TABLE, "return changes != self._changes or bool(self._returns)", "return changes != self._changes"),

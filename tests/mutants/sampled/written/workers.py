@@ -36,7 +36,7 @@ MUTANTS = [
         "            if self._exhausted and self._given == self._taken:",
         "            if self._exhausted and not self._outcomes:",
     ),
-    (RUN, "            # A copy may be done that nobody has asked about since.\n            Ledger.reap_all()\n", ""),
+    (RUN, "            # A copy may be done that nobody has asked about since.\n            reap_all()\n", ""),
     (RUN, "        if self._ended is None:\n            self._ended = reason", "        self._ended = reason"),
     (
         RUN,
