@@ -13,6 +13,7 @@ import numpy as np
 from numpy.ma import MaskedArray
 
 from xferlib.errors import CapabilityError, XferError
+from xferlib.no_array import REFUSAL, NoArray
 from xferlib.protocol import HostStager
 from xferlib.tree import Alike, Mixed, Spec, path
 from xferlib.uninterrupted import collects
@@ -165,6 +166,8 @@ def check_apart(ranges: list[tuple[int, int]], name: str) -> None:
 
 def check_iterable(given: object, name: str) -> None:
     """Raise `TypeError`, naming the argument, unless a loop can go over it."""
+    if isinstance(given, NoArray):
+        raise TypeError(f"{name}: expected something to iterate, one tree of arrays after another, got a transfer: {REFUSAL}")
     if isinstance(given, str | bytes):
         raise TypeError(f"{name}={reprlib.repr(given)}: expected something to iterate, one tree of arrays after another, got text")
     if isinstance(given, np.ndarray) and not given.ndim:

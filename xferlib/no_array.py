@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn, final
 
-__all__ = ["NoArray"]
+__all__ = ["REFUSAL", "NoArray"]
 
 REFUSAL = "a transfer is no array. Take its arrays with .value, or with .result(), which blocks until it is done"
 OPERATIONS = "array getitem setitem len int float complex neg pos abs lt le gt ge"

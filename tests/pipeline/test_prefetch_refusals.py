@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -124,6 +125,19 @@ def test_a_function_that_makes_batches_is_to_be_called(stager: xferlib.Stager) -
         xferlib.drain(3, stager)  # type: ignore[call-overload]  # The point of the test.
     with pytest.raises(TypeError, match=r"fn=<generator.*expected a function, before the batches"):
         xferlib.stream_map(batches(), identity, stager)  # type: ignore[call-overload]  # The point of the test.
+
+
+def test_a_transfer_is_no_source_and_is_refused_at_the_call(stager: xferlib.Stager) -> None:
+    transfer: Any = stager.put(np.zeros(3))
+    threads = threading.active_count()
+    for begin in (xferlib.prefetch, xferlib.drain, partial(xferlib.stream_map, number_of)):
+        with pytest.raises(
+            TypeError, match=r"^\w+: expected something to iterate, .* got a transfer: .* Take its arrays with \.value"
+        ):
+            begin(transfer, stager)
+    with xferlib.Ring(stager, ((3,), np.float64)) as ring, pytest.raises(TypeError, match=r"^items: .* got a transfer"):
+        ring.collate(transfer)
+    assert threading.active_count() == threads
 
 
 def test_a_name_of_a_stager_is_refused_in_words_by_rings_and_drains() -> None:
