@@ -11,12 +11,12 @@ import time
 import warnings
 from _thread import get_ident
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter, call
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, final
 
-__all__ = ["UserLine", "caller_of", "frame_of", "is_called", "user_frame", "user_line", "wait_for_callers"]
+__all__ = ["UserLine", "caller_of", "frame_of", "is_called", "user_frame", "user_line", "wait_for_callers", "warn_at"]
 
 CALL_LOOK_SECONDS = 1e-3
 COLLECTS_ANYWHERE = sys.version_info < (3, 12)
@@ -47,9 +47,17 @@ def user_line() -> UserLine:
 def user_frame() -> FrameType:
     """Return the innermost frame of this thread that is not ours; its outermost, if all are: that of a thread that we started."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(str(frame.f_globals.get("__name__", ""))):
-        frame = frame.f_back
+    # Asked for each frame of ours at each large pageable put, but there are only some names.
+    while _is_ours(frame.f_globals.get("__name__")) and (caller := frame.f_back) is not None:
+        frame = caller
     return frame
+
+
+def warn_at(frame: FrameType, words: str, category: type[Warning]) -> None:
+    """Issue a warning, as `warnings.warn` would at the line that a frame of this thread is at."""
+    names = frame.f_globals
+    shown = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(words, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), shown)
 
 
 def wait_for_callers(of: object, methods: Collection[CodeType], seconds: float) -> None:
@@ -88,8 +96,9 @@ def _is_inside(frame: FrameType | None, of: object, methods: Collection[CodeType
     return False
 
 
-def _is_ours(module: str) -> bool:
-    package = module.partition(".")[0]
+@lru_cache(maxsize=256)
+def _is_ours(module: object) -> bool:
+    package = str(module).partition(".")[0]
     return package == "xferlib" or package.startswith("xferlib_")
 
 

@@ -7,13 +7,11 @@ threads of ours take the last step.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import attrgetter
 from typing import final
 
+from xferlib.callers import user_frame, warn_at
 from xferlib.errors import SynchronousTransferWarning
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostLeaf
@@ -60,14 +58,15 @@ class PageableWarning:
 
         `outside`: they lie in memory of no pool.
         """
-        level = _level_of_caller()
-        if level is None or (not outside and _are_promised(arrays)):
+        frame = user_frame()
+        # On a thread that runs ours alone: it runs ahead of its caller, and nobody waits.
+        if frame.f_globals.get("__name__") == "threading" or (not outside and _are_promised(arrays)):
             return
         if self._strict:
             raise _refusal(arrays[0], spec, index, into)
         largest = arrays[0] if len(arrays) == 1 else max(arrays, key=NBYTES)
         # Without figures, which would make a new text each time: Python shows a text once a line, and batches differ in size.
-        warnings.warn(_TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning, stacklevel=level)
+        warn_at(frame, _TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning)
 
 
 def _are_promised(arrays: Sequence[Array]) -> bool:
@@ -97,20 +96,3 @@ _TEXTS = {
     for contiguous in (True, False)
     for into in (True, False)
 }
-
-
-def _level_of_caller() -> int | None:
-    """Return `warn`'s stacklevel, for the function that calls this, of the first frame outside this package.
-
-    None if that is the start of a thread: such a thread runs ahead of its caller, and nobody waits.
-    """
-    level, frame = 1, sys._getframe(1)
-    # Asked for each frame of ours at each large put, but there are only some six names.
-    while (package := _package_of(frame.f_globals.get("__name__"))) == "xferlib" and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    return None if package == "threading" else level
-
-
-@lru_cache(maxsize=256)
-def _package_of(name: object) -> str:
-    return str(name).partition(".")[0]

@@ -45,6 +45,14 @@ def test_the_callers_line_the_reason_and_the_remedy_are_named(stager: Stager) ->
         assert [warning.filename for warning in told] == [__file__]
 
 
+def test_a_put_by_a_backends_own_code_names_the_line_that_called_it(stager: Stager) -> None:
+    names: dict[str, Any] = {"__name__": "xferlib_somewhere.loop"}
+    exec("def put(stager, array): return stager.put(array)", names)
+    with pytest.warns(SynchronousTransferWarning) as told:
+        names["put"](stager, LARGE).synchronize()
+    assert [warning.filename for warning in told] == [__file__]
+
+
 def test_what_goes_into_arrays_of_the_callers_has_a_remedy_of_its_own(stager: Stager) -> None:
     for tree, into in ((LARGE, LARGE.copy()), ([LARGE], [LARGE.copy()])):
         with pytest.warns(SynchronousTransferWarning, match=r"not in pinned memory.*stager.pin\(array\)$"):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from tests.core.points import interrupted_at
 from tests.memory.test_pinned_pool import Driver
 from tests.mutants.laws.broken import BrokenBackend
 from tests.mutants.laws.locking import LockingBackend, LockingHost
-from xferlib import daemon, pageable_warning
+from xferlib import callers, daemon
 from xferlib.errors import AllocationError
 from xferlib.latch import note_copy_thread
 from xferlib.memory import locker, pages, pinned_pool
@@ -701,14 +701,14 @@ def test_a_result_that_is_locked_while_it_is_put_is_warned_of_by_nobody(
 ) -> None:
     tree = values(1)
     found = stager.get(device_tree(stager, tree)).result()
-    level = pageable_warning._level_of_caller
+    frame = callers.user_frame
 
-    def locked() -> int | None:
+    def locked() -> FrameType:
         backend.gate.set()
         stager.idle()
-        return level()
+        return frame()
 
-    monkeypatch.setattr(pageable_warning, "_level_of_caller", locked)
+    monkeypatch.setattr("xferlib.pageable_warning.user_frame", locked)
     # Warnings are errors here.
     assert_same(stager.put(found).result(), tree)
     assert backend.knows_all(found)
