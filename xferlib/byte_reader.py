@@ -28,7 +28,7 @@ from xferlib.pending import Reading
 from xferlib.protocol import DeviceRange, DriverCalls, Event, HostStager
 from xferlib.tickets import ticket
 from xferlib.transfer import Transfer
-from xferlib.tree import Alike, Spec
+from xferlib.tree import ShapeDtype, Spec
 
 __all__ = ["ByteReader", "Span"]
 
@@ -75,7 +75,7 @@ class ByteReader:
         backend: HostStager[Any],
         pool: PinnedPool,
         ledger: Ledger,
-        described: Sequence[Alike],
+        described: Sequence[ShapeDtype],
         spec: Spec,
         sources: Sequence[DeviceRange | None],
         after: Event | None,
@@ -299,7 +299,7 @@ class ByteReader:
         self.close()
 
 
-def _sizes(described: Sequence[Alike]) -> list[int]:
+def _sizes(described: Sequence[ShapeDtype]) -> list[int]:
     # There are thousands of arrays, and a few dtypes and shapes. By the dtypes' identity, since hashing one takes longer than this.
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     sizes: list[int] = []

@@ -15,7 +15,7 @@ from numpy.ma import MaskedArray
 from xferlib.errors import CapabilityError, XferError
 from xferlib.no_array import REFUSAL, NoArray
 from xferlib.protocol import HostStager
-from xferlib.tree import Alike, Mixed, Spec, path
+from xferlib.tree import Mixed, ShapeDtype, Spec, path
 from xferlib.uninterrupted import collects
 
 __all__ = [
@@ -115,7 +115,7 @@ def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> 
         raise
 
 
-def check_alike(given: Alike, expected: Alike) -> None:
+def check_alike(given: ShapeDtype, expected: ShapeDtype) -> None:
     """Raise `ValueError` unless the device array that `into` names has the expected shape and dtype."""
     if given[0] != expected[0]:
         raise ValueError(f"into has the wrong shape: expected {expected[0]}, got {given[0]}")

@@ -22,7 +22,7 @@ from xferlib.protocol import DeviceRange, Event, HostStager
 from xferlib.staging.pageable import Staging
 from xferlib.staging.small_gets import FILLED
 from xferlib.transfer import Transfer
-from xferlib.tree import Alike, Spec, path, trees_of, unflatten
+from xferlib.tree import ShapeDtype, Spec, path, trees_of, unflatten
 
 __all__ = ["DeviceToHost", "pinned_nbytes"]
 
@@ -48,7 +48,7 @@ class _Together(NamedTuple):
 class _ResultLayout:
     """How the results of one get lie: what shares memory, and what has its own."""
 
-    def __init__(self, alike: Sequence[Alike]) -> None:
+    def __init__(self, alike: Sequence[ShapeDtype]) -> None:
         self.alike = alike
         self.shapes, self.dtypes = [shape for shape, _ in alike], [dtype for _, dtype in alike]
         self.kinds = set(self.dtypes)
@@ -124,8 +124,8 @@ class DeviceToHost:
             transfers = [(source.address, array) for source, array in zip(sources, given, strict=True) if array.nbytes]
             if self._staging.fill_small(transfers, sources, after):
                 return Transfer(out, FILLED, (), True)
-        looks = given is None and sum(results.nbytes) >= REAP_FROM_NBYTES
-        if looks:
+        reaps = given is None and sum(results.nbytes) >= REAP_FROM_NBYTES
+        if reaps:
             # Before memory is asked for: mostly an earlier get is done, and its memory can be used again.
             self._d2h.reap()
         if given is None or addresses is None:
@@ -133,7 +133,7 @@ class DeviceToHost:
             if behind:
                 # These go through chunks, too: a direct copy would enter the stream before those that are still to be started.
                 addresses = [None if address else address for address in addresses]
-        event, failures = self._begin(sources, given, addresses, after, looked=looks, ours=out is None)
+        event, failures = self._begin(sources, given, addresses, after, reaped=reaps, ours=out is None)
         return Transfer(unflatten(spec, given) if out is None else out, event, failures, True, table=self._table)
 
     def reader(self, tree: Any, stream: object | None, *, snapshot: bool) -> ByteReader:
@@ -171,7 +171,7 @@ class DeviceToHost:
             raise without_arrays(tree, spec, "a device array", "Numbers and text are on the host already")
         return leaves, spec
 
-    def _described_together(self, leaves: list[Any]) -> list[Alike] | None:
+    def _described_together(self, leaves: list[Any]) -> list[ShapeDtype] | None:
         """Return shapes and dtypes as `_checked` does, in a fraction of its time. None: it is to be asked, and says why."""
         try:
             alike = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -239,7 +239,7 @@ class DeviceToHost:
 
     # One array into pinned memory, without the lists that `start` makes: a third of the time of a small get would go into them.
 
-    def _checked_one(self, array: Any, out: Array | None, spec: Spec) -> Alike:
+    def _checked_one(self, array: Any, out: Array | None, spec: Spec) -> ShapeDtype:
         """Check both as `_checked` does."""
         try:
             shape, dtype = self._described(array)
@@ -269,20 +269,20 @@ class DeviceToHost:
         except (TypeError, ValueError) as error:
             error.add_note(f"at {path(spec, 0)}")
             raise
-        looks = out is None and source.nbytes >= REAP_FROM_NBYTES
-        if looks:
+        reaps = out is None and source.nbytes >= REAP_FROM_NBYTES
+        if reaps:
             self._d2h.reap()
         if out is None:
             large = source.nbytes >= LARGE_FROM_NBYTES
             out = self._pool.results(((shape, dtype),))[0] if large else self._pool.empty(shape, dtype)
             address = self._host.address(out)
         if not address:
-            event, failures = self._begin([source], [out], [address], None, looked=looks, ours=True)
+            event, failures = self._begin([source], [out], [address], None, reaped=reaps, ours=True)
             return Transfer(unflatten(spec, (out,)), event, failures, True, table=self._table)
         nbytes = out.nbytes
         try:
             self._backend.copy_d2h(address, source.address, nbytes)
-            event = self._d2h.add(nbytes, (out,), (source,), looked=looks).event
+            event = self._d2h.add(nbytes, (out,), (source,), reaped=reaps).event
         except BaseException:
             self._d2h.quiesce((source, out), (out,), (source,))
             raise
@@ -292,12 +292,12 @@ class DeviceToHost:
         sources, after = self._placed([array], None, stream, direct=False)
         if self._staging.fill_small([(sources[0].address, out)], sources, after):
             return Transfer(out, FILLED, (), True)
-        event, failures = self._begin(sources, [out], [None], after, looked=False, ours=False)
+        event, failures = self._begin(sources, [out], [None], after, reaped=False, ours=False)
         return Transfer(out, event, failures, True)
 
-    def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[Alike]:
+    def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[ShapeDtype]:
         """Check everything that needs no order before anything is ordered: a refused leaf must not hold up later transfers."""
-        alike: list[Alike] = []
+        alike: list[ShapeDtype] = []
         known = None
         for index, leaf in enumerate(leaves):
             try:
@@ -316,7 +316,7 @@ class DeviceToHost:
             check_apart([(address_of(array), array.nbytes) for array in outs], "out")
         return alike
 
-    def _described(self, leaf: Any) -> Alike:
+    def _described(self, leaf: Any) -> ShapeDtype:
         described = self._describe(leaf)
         if isinstance(leaf, Transfer):
             raise TypeError("expected a device array, got a transfer. Pass its value")
@@ -372,14 +372,14 @@ class DeviceToHost:
         addresses: list[int | None],
         after: Event | None,
         *,
-        looked: bool,
+        reaped: bool,
         ours: bool,
     ) -> tuple[Event, tuple[type[Exception], ...]]:
         """Start the copies; return the event of the last, and what it may raise. `ours`: see `Staging.copy_out`."""
         pageable: list[tuple[int, Array]] = []
         try:
             nbytes = self._copy_pinned(sources, outs, addresses, pageable)
-            event = self._d2h.add(nbytes, outs, sources, looked=looked).event if nbytes or not pageable else None
+            event = self._d2h.add(nbytes, outs, sources, reaped=reaped).event if nbytes or not pageable else None
             if pageable:
                 try:
                     # A job raises whatever a call of the backend raised.
@@ -389,7 +389,7 @@ class DeviceToHost:
                     if not (ours and self._copy_locked(pageable, after)):
                         raise
                 # Results that were pinned from the start are counted already.
-                event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, looked=looked).event
+                event = self._d2h.add(sum([array.nbytes for _, array in pageable]), outs, sources, reaped=reaped).event
         except BaseException:
             self._d2h.quiesce((sources, outs), outs, sources)
             raise
@@ -424,7 +424,7 @@ class DeviceToHost:
         return total
 
 
-def pinned_nbytes(alike: Sequence[Alike]) -> int:
+def pinned_nbytes(alike: Sequence[ShapeDtype]) -> int:
     """Return how much pinned memory the results of one get take, at least: what is large has pages of its own."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
     return sum([round_up(nbytes, PAGE if nbytes >= LARGE_FROM_NBYTES else ALIGNMENT) for nbytes in sizes])

@@ -157,8 +157,8 @@ class HostToDevice:
                 event = self._begin(packing.addresses([address]), sources, packing.numbers, lease, ())
         except BaseException:
             for job in begun:
-                job.given_up = True
-                self._staging.give_up(job)
+                job.abandoned = True
+                self._staging.abandon(job)
             self._h2d.quiesce(lease)
             raise
         return event, value

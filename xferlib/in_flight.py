@@ -97,11 +97,11 @@ class InFlight:
         device_ranges: Sequence[DeviceRange] = (),
         keepalive: object = None,
         *,
-        looked: bool = False,
+        reaped: bool = False,
     ) -> Entry:
         """Record an event behind everything started so far, and hold all that until it is done. Return its entry.
 
-        `looked`: the caller has let go of what is done, or will when it matters.
+        `reaped`: the caller has let go of what is done, or will when it matters.
         """
         asked = self._count()
         event = self._record()
@@ -110,7 +110,7 @@ class InFlight:
         self.nbytes += nbytes
         # The count decides, which a transfer advances by two. The number of entries does not: it stays the same while as many end
         # as start.
-        if (nbytes >= REAP_FROM_NBYTES and not looked) or asked % _TURN >= _TURN - 2:
+        if (nbytes >= REAP_FROM_NBYTES and not reaped) or asked % _TURN >= _TURN - 2:
             self.reap(newest=asked)
         return entry
 

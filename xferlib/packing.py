@@ -16,7 +16,7 @@ from xferlib.memory.arrays import Array
 from xferlib.memory.blocks import ALIGNMENT
 from xferlib.memory.host import HostLeaf
 from xferlib.protocol import Place
-from xferlib.tree import Alike
+from xferlib.tree import ShapeDtype
 
 __all__ = ["PackedBlock", "Packing", "Packings"]
 
@@ -51,7 +51,7 @@ class PackedBlock(NamedTuple):
 class Packing:
     """For each block: its size, the indices of the leaves in it, and their places."""
 
-    def __init__(self, leaves: Sequence[Alike]) -> None:
+    def __init__(self, leaves: Sequence[ShapeDtype]) -> None:
         self.count = len(leaves)
         self.dtypes = {dtype for _, dtype in leaves}
         self.sizes: list[int] = []
@@ -83,7 +83,7 @@ class Packing:
         self.packed = self._packed(leaves)
         """All leaves, if they share one block and none of them is empty."""
 
-    def _packed(self, leaves: Sequence[Alike]) -> PackedBlock | None:
+    def _packed(self, leaves: Sequence[ShapeDtype]) -> PackedBlock | None:
         if len(self.sizes) != 1:
             return None
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in leaves]

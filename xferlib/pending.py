@@ -209,7 +209,7 @@ class Jobs:
             # If this thread is starting it, this is a finalizer, and the job can only wait for that.
             if not is_copy_thread() and job.owner != me:
                 job.wait_for(ISSUED)
-            elif target is not None and not job.has_come(ISSUED):
+            elif target is not None and not job.has_reached(ISSUED):
                 raise XferError(
                     "a finalizer would overwrite an array that a get still reads, and cannot wait on a thread that makes the "
                     "copies or starts them: the garbage collector runs finalizers on any thread. Put into arrays in ordinary code"
@@ -217,7 +217,7 @@ class Jobs:
 
     def is_issuing(self) -> bool:
         """Tell whether earlier gets still have copies to start, and a later get may queue with them rather than wait for them."""
-        return bool(self.d2h) and not is_copy_thread() and not all(job.has_come(ISSUED) for job in list(self.d2h.values()))
+        return bool(self.d2h) and not is_copy_thread() and not all(job.has_reached(ISSUED) for job in list(self.d2h.values()))
 
     @property
     def reads_here(self) -> bool:

@@ -31,9 +31,9 @@ __all__ = [
     "NUMPY",
     "PLAIN",
     "RIDERS",
-    "Alike",
     "Host",
     "Mixed",
+    "ShapeDtype",
     "Spec",
     "Trees",
     "check_structure",
@@ -83,7 +83,7 @@ class Mixed(NamedTuple):
     """By their numbers among all leaves."""
 
 
-Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
+ShapeDtype: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 """The shape and the dtype of an array."""
 Spec: TypeAlias = optree.PyTreeSpec | Mixed | None
 """The shape of a tree; None is a bare leaf."""
@@ -102,7 +102,7 @@ class Trees:
         self._take_apart = None if framework is None else framework.take_apart
         self._put_together = None if framework is None else framework.put_together
         self._describe = None if arrays_of is None else arrays_of.describe
-        self.describe: Callable[[Any], Alike | None] = _by_numpy if arrays_of is None else self._by_backend
+        self.describe: Callable[[Any], ShapeDtype | None] = _by_numpy if arrays_of is None else self._by_backend
         """Returns shape and dtype of an array; None for what is none."""
         self.bare: set[type] = {np.ndarray, str, bytes, bool, int, float, complex, Host}
         """Types that are leaves, as far as it is known."""
@@ -110,7 +110,7 @@ class Trees:
         """Of dicts, lists and tuples of leaves: their shapes, and what takes their leaves out in order. By their keys, or by type
         and length."""
 
-    def _by_backend(self, array: Any) -> Alike | None:
+    def _by_backend(self, array: Any) -> ShapeDtype | None:
         assert self._describe is not None
         return self._describe(array) or _by_numpy(array)
 
@@ -216,7 +216,7 @@ class Trees:
             _registering.pop(thread, None)
 
 
-def _by_numpy(array: Any) -> Alike | None:
+def _by_numpy(array: Any) -> ShapeDtype | None:
     try:
         return tuple(array.shape), np.dtype(array.dtype)
     except (AttributeError, TypeError):

@@ -26,8 +26,8 @@ from xferlib_jax._fresh import has_room
 
 __all__ = ["THREAD", "Part", "copies", "located"]
 
-Alike: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
-Key: TypeAlias = tuple[Any, tuple[Alike, ...]]
+ShapeDtype: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
+Key: TypeAlias = tuple[Any, tuple[ShapeDtype, ...]]
 """The device, and shape and dtype of each array."""
 Groups: TypeAlias = list[list[int]]
 """Numbers of arrays whose copies are to lie together. They have one dtype."""
@@ -133,7 +133,7 @@ def _compile(key: Key) -> None:
         _of_process[key] = _Compiled(call, _places(groups, described))
 
 
-def _grouped(described: Sequence[Alike]) -> Groups:
+def _grouped(described: Sequence[ShapeDtype]) -> Groups:
     """Return which copies are to lie together. Those of one shape follow each other: equal groups are compiled once."""
     groups: Groups = []
     last = None
@@ -148,7 +148,7 @@ def _grouped(described: Sequence[Alike]) -> Groups:
     return groups
 
 
-def _places(groups: Groups, described: Sequence[Alike]) -> list[tuple[int, int, int]]:
+def _places(groups: Groups, described: Sequence[ShapeDtype]) -> list[tuple[int, int, int]]:
     """Return the number of the group of each array, and where in that it lies."""
     places = [(0, 0, 0)] * len(described)
     for number, group in enumerate(groups):

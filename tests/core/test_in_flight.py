@@ -203,7 +203,7 @@ def test_small_transfers_are_asked_about_only_now_and_then_where_as_many_end_as_
 def test_who_has_looked_is_not_made_to_look_again() -> None:
     points = [Point(), Point()]
     queue = queue_of(*points)
-    queue.add(REAP_FROM_NBYTES, (), looked=True)
+    queue.add(REAP_FROM_NBYTES, (), reaped=True)
     assert points[0].asked == 0
     queue.add(REAP_FROM_NBYTES, ())
     assert points[0].asked == 1

@@ -23,7 +23,7 @@ from xferlib.byte_reader import Span
 from xferlib.engine.jobs import WAIT_MICROSECONDS, Job
 from xferlib.engine.lanes import Lane
 from xferlib.engine.native import _SIGNATURES as SIGNATURES
-from xferlib.engine.native import FINISHED, OK, Figures, library, quick
+from xferlib.engine.native import FINISHED, OK, Figures, gil_library, library
 from xferlib.errors import ClosedError, TransferError, XferError
 from xferlib.staging.profile import StagingProfile
 
@@ -204,7 +204,7 @@ def test_a_borrowing_put_of_which_the_engine_says_that_it_failed_is_never_done(s
     driven(stager).h2d.refuse(0, BROKEN)
     transfer = stager.put(numbers(9 * MIB), borrow=True)
     for job in stager._ledger.jobs.h2d.values():
-        assert until(partial(job.has_come, FINISHED))
+        assert until(partial(job.has_reached, FINISHED))
         break
     with pytest.raises(TransferError):
         transfer.done()
@@ -332,7 +332,7 @@ def test_a_finalizer_of_what_a_get_lets_go_of_may_overwrite_what_is_got(stager: 
     weakref.finalize(source.base, overwrite)
     transfer = stager.put(source, borrow=True)
     (number,) = stager._ledger.jobs.h2d
-    assert until(lambda: quick().xe_wait(number, FINISHED, 0) == OK)
+    assert until(lambda: gil_library().xe_wait(number, FINISHED, 0) == OK)
     # Until somebody asks, the job has the last reference.
     del transfer, source
     assert not ended
@@ -437,7 +437,7 @@ WAYS: dict[str, Callable[[xferlib.Stager, Any, Any], xferlib.Transfer]] = {
 def test_a_larger_transfer_takes_no_more_calls_of_python(device: Device, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     said: list[str] = []
     backend = Driven(device)
-    for called in (device.library, library(), quick()):
+    for called in (device.library, library(), gil_library()):
         for name in FUNCTIONS if called is device.library else SIGNATURES:
             monkeypatch.setattr(called, name, counted(getattr(called, name), name, said))
     small, large = MIB, 64 * MIB

@@ -149,7 +149,7 @@ def test_a_put_into_what_a_get_reads_whose_copies_are_all_started_does_not_wait_
         source[:] = 5
         with held(engines(stager).d2h):
             get = stager.get(there, out=out)
-            assert until(lambda: jobs(stager, D2H)[0].has_come(1))
+            assert until(lambda: jobs(stager, D2H)[0].has_reached(1))
             put = on_thread(lambda: stager.put(source, into=there)).result(WATCHDOG)
             assert not put.done()
         put.synchronize()
@@ -380,10 +380,10 @@ class Giving:
         self._meanwhile = meanwhile
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(native.quick(), name)
+        return getattr(native.gil_library(), name)
 
     def xe_take_chunk(self, number: int, chunk: int) -> int:
-        status = native.quick().xe_take_chunk(number, chunk)
+        status = native.gil_library().xe_take_chunk(number, chunk)
         self._meanwhile()
         return int(status)
 
@@ -403,7 +403,7 @@ def test_who_comes_while_the_last_chunk_is_given_back_does_not_count_on_it(
             # It has what it needs, or is about to have another.
             assert until(lambda: there._growing or any(job.holds for job in jobs(stager, D2H)))
 
-    monkeypatch.setattr(lanes, "quick", lambda: Giving(come))
+    monkeypatch.setattr(lanes, "gil_library", lambda: Giving(come))
     stager.trim()
     assert np.array_equal(coming[0].result(WATCHDOG), numbers(KIB, 9))
     monkeypatch.undo()
@@ -558,7 +558,7 @@ def test_an_interrupt_of_a_put_lets_the_source_go_at_once(stager: xferlib.Stager
         (job,) = jobs(stager, H2D)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         assert until(lambda: job.owner is None and job._error is not None)
-        assert job.has_come(STAGED)
+        assert job.has_reached(STAGED)
         seen.append(copied())
 
     stager.put(numbers(LARGE)).synchronize()
@@ -646,11 +646,11 @@ class Interrupting:
         self._behind = behind
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(native.quick(), name)
+        return getattr(native.gil_library(), name)
 
     def xe_submit(self, *arguments: Any) -> int:
         if self._behind:
-            native.quick().xe_submit(*arguments)
+            native.gil_library().xe_submit(*arguments)
         raise KeyboardInterrupt
 
 
@@ -666,7 +666,7 @@ def test_a_job_whose_giving_up_is_interrupted_as_well_ends_all_the_same(
 
     array = numbers(LARGE)
     alive = weakref.ref(array)
-    monkeypatch.setattr(lanes, "quick", lambda: Interrupting(behind=behind))
+    monkeypatch.setattr(lanes, "gil_library", lambda: Interrupting(behind=behind))
     monkeypatch.setattr(Job, "abandon", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stager.put(array) if direction == "h2d" else stager.get(numbers(LARGE), out=array)

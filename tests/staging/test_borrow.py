@@ -114,8 +114,8 @@ def test_a_put_that_is_interrupted_while_its_copies_are_under_way_starts_no_more
         stager.put(source, borrow=True)
     (job,) = started
     assert job.submitted
-    assert job.given_up
-    assert job.has_come(STAGED)
+    assert job.abandoned
+    assert job.has_reached(STAGED)
     stager.idle()
     assert np.array_equal(stager.put(source, borrow=True).result(), source)
     assert stager.stats().device_nbytes == 2 * source.nbytes
@@ -269,7 +269,7 @@ def test_pinned_leaves_beside_lent_ones_are_in_use_until_their_copies_are_done()
         transfer = stager.put([pinned, np.ones(2 * MIB, np.uint8)], borrow=True)
         users = MemoryUsers(pinned.ctypes.data, pinned.nbytes)
         gated.gate.set()
-        assert until(lambda: all(job.has_come(ISSUED) for job in stager._ledger.jobs.h2d.values()))
+        assert until(lambda: all(job.has_reached(ISSUED) for job in stager._ledger.jobs.h2d.values()))
         assert not users.done()
         gate.set()
         transfer.synchronize()

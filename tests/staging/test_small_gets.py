@@ -233,7 +233,7 @@ def test_a_job_that_has_finished_and_that_nobody_asked_is_in_nobody_s_way(
         def reached(self) -> bool:
             return under_way.pop(self.id, None) is not None
 
-        def has_come(self, _stage: int) -> bool:
+        def has_reached(self, _stage: int) -> bool:
             """As above, to the dispatcher, which may be awake."""
             return self.reached()
 

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from xferlib.daemon import Daemon
 from xferlib.engine.jobs import Job
-from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, library, quick
+from xferlib.engine.native import FINISHED, H2D, MOST_PIECES, Request, gil_library, library
 from xferlib.errors import XferError, said
 from xferlib.latch import note_copy_thread
 from xferlib.protocol import Event, HostStager
@@ -68,7 +68,7 @@ class Served:
         failed, self._failed = self._failed, False
         if event is not None:
             self.under_way.append((request.chunk, event, job))
-        quick().xe_answer(self.number, request.chunk, int(failed), int(event is not None))
+        gil_library().xe_answer(self.number, request.chunk, int(failed), int(event is not None))
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self._failed = True
@@ -87,11 +87,11 @@ class Served:
                 failed = True
                 _note(job, error)
             self.under_way.popleft()
-            quick().xe_reached(self.number, chunk, int(failed))
+            gil_library().xe_reached(self.number, chunk, int(failed))
             found = True
         for job in list(self.jobs.values()):
             # Whoever holds the transfer may never ask. When the job goes, what it keeps goes, too.
-            found = job.has_come(FINISHED) or found
+            found = job.has_reached(FINISHED) or found
         return found
 
 

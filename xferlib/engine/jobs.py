@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
-from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, library, quick
+from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, gil_library, library
 from xferlib.errors import CapabilityError, TransferError, XferError
 from xferlib.forks import stayed
 from xferlib.latch import is_over
@@ -81,13 +81,13 @@ class Job:
         "_error",
         "_let_go_of_lost",
         "_over",
+        "abandoned",
         "after",
         "beside",
         "cause",
         "device_ranges",
         "event",
         "file",
-        "given_up",
         "holds",
         "host_ranges",
         "id",
@@ -129,20 +129,20 @@ class Job:
         """What a call of the backend raised, where Python makes them."""
         self.submitted = False
         """Whether the engine has it."""
-        self.given_up = False
+        self.abandoned = False
         """Set by whoever may be interrupted on the way to `abandon`, as it or submitting failed: an assignment is not."""
         self._error: Exception | None = None
         self._over = False
 
-    def has_come(self, stage: int) -> bool:
+    def has_reached(self, stage: int) -> bool:
         """Tell whether the job has come so far, failed or not. Never blocks."""
-        if self._over or not (self.submitted or self.given_up):
+        if self._over or not (self.submitted or self.abandoned):
             return self._over
         refuse_parents(self.id)
-        if self.given_up:
+        if self.abandoned:
             # Perhaps the engine has not heard of that yet.
-            quick().xe_abandon(self.id)
-        status = quick().xe_wait(self.id, stage, 0)
+            gil_library().xe_abandon(self.id)
+        status = gil_library().xe_wait(self.id, stage, 0)
         if status in (NOT_YET, STOPPED):
             return False
         if status == FAILED:
@@ -154,7 +154,7 @@ class Job:
 
     def wait_for(self, stage: int) -> None:
         """Block, without the GIL, until the job has come so far, failed or not."""
-        while not self.has_come(stage):
+        while not self.has_reached(stage):
             if library().xe_wait(self.id, stage, WAIT_MICROSECONDS) == STOPPED:
                 raise XferError("the interpreter ends, and nothing is transferred any more")
 
@@ -166,7 +166,7 @@ class Job:
     def abandon(self) -> None:
         """Have nothing more of it started, and block until no thread touches the caller's memory."""
         refuse_parents(self.id)
-        if quick().xe_abandon(self.id) == OK:
+        if gil_library().xe_abandon(self.id) == OK:
             self.submitted = True
             self.wait_for(STAGED)
         else:
@@ -183,11 +183,11 @@ class Job:
 
     def is_copied(self) -> bool:
         """Tell whether the device has made every copy."""
-        return self.has_come(ISSUED) and self.event is not None and is_over(self.event.done)
+        return self.has_reached(ISSUED) and self.event is not None and is_over(self.event.done)
 
     def reached(self) -> bool:
         """Tell whether nothing of the job is under way any more, failed or not. Never blocks."""
-        return self.has_come(FINISHED)
+        return self.has_reached(FINISHED)
 
     def wait(self) -> None:
         """Block until `reached` is true."""
@@ -195,7 +195,7 @@ class Job:
 
     def done(self) -> bool:
         """See `Event.done`."""
-        if not self.has_come(FINISHED):
+        if not self.has_reached(FINISHED):
             return False
         self.raise_failure()
         return self.beside is None or self.beside.done()
@@ -217,7 +217,7 @@ class Job:
 
     def _note_failure(self) -> None:
         status, at, lost = ctypes.c_int32(), ctypes.c_char_p(), ctypes.c_int()
-        if quick().xe_error(self.id, ctypes.byref(status), ctypes.byref(at), ctypes.byref(lost)) != OK:
+        if gil_library().xe_error(self.id, ctypes.byref(status), ctypes.byref(at), ctypes.byref(lost)) != OK:
             return
         if self._error is None:
             if lost.value:
@@ -239,8 +239,8 @@ class Job:
         self.sources = self.kept = self.after = self.file = None
         self.host_ranges = self.device_ranges = ()
         # The engine forgets only what it has told of.
-        while quick().xe_forget(self.id) == BUSY:
-            quick().xe_finished((ctypes.c_uint64 * FINISHED_AT_ONCE)(), FINISHED_AT_ONCE)
+        while gil_library().xe_forget(self.id) == BUSY:
+            gil_library().xe_finished((ctypes.c_uint64 * FINISHED_AT_ONCE)(), FINISHED_AT_ONCE)
         self.jobs.pop(self.id, None)
         self._over = True
 

@@ -22,7 +22,7 @@ from xferlib.daemon import end_daemons
 from xferlib.engine.cores import usable_cores
 from xferlib.engine.dispatcher import DISPATCHER, Served
 from xferlib.engine.jobs import Job, next_id, refuse_parents
-from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, File, Piece, library, quick
+from xferlib.engine.native import BUSY, FINISHED, H2D, NOT_YET, OK, STOPPED, File, Piece, gil_library, library
 from xferlib.errors import AllocationError, XferError
 from xferlib.latch import is_copy_thread
 from xferlib.memory.numa import node_near
@@ -122,7 +122,7 @@ class Lane:
     def _open(self) -> None:
         calls = self._calls
         address, stream = (None, None) if calls is None else (ctypes.byref(calls.calls), calls.streams[self.direction])
-        if quick().xe_open_lane(self._number, self.direction, address, stream) != OK:
+        if gil_library().xe_open_lane(self._number, self.direction, address, stream) != OK:
             raise XferError("the engine has no memory, or the interpreter ends")
 
     def failure(self, status: int, at: str) -> Exception:
@@ -157,7 +157,7 @@ class Lane:
             DISPATCHER.work(self._served)
         # From here on the engine has the file open, whoever closes it.
         file = None if job.file is None else File(job.file.address, len(job.file), job.file.stream.fileno())
-        status = quick().xe_submit(job.id, self._number, listed, len(pieces), file, after, done)
+        status = gil_library().xe_submit(job.id, self._number, listed, len(pieces), file, after, done)
         if status != OK:
             raise XferError("the interpreter ends" if status == STOPPED else f"the engine refused a transfer ({status})")
         job.submitted = True
@@ -220,14 +220,14 @@ class Lane:
 
     def _note_lost(self) -> None:
         for number, block in self._blocks.copy().items():
-            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, 0, None) == BUSY:
+            if gil_library().xe_add_chunk(self._number, number, block.address, self.nbytes, 0, None) == BUSY:
                 self._leaving[number] = block
                 self._blocks.pop(number, None)
 
     def _settle(self) -> bool:
         found = False
         for number, block in self._leaving.copy().items():
-            status = quick().xe_take_chunk(self._number, number)
+            status = gil_library().xe_take_chunk(self._number, number)
             if status == NOT_YET:
                 self._blocks[number] = block
             else:
@@ -248,7 +248,7 @@ class Lane:
         self.release()
         # What is left may be written for ever.
         _kept.extend(left for left in (self._blocks, self._leaving) if left)
-        while quick().xe_close_lane(self._number) == BUSY:
+        while gil_library().xe_close_lane(self._number) == BUSY:
             # A thread is about to leave it.
             time.sleep(LEAVE_SECONDS)
         if self._served is not None:
@@ -293,7 +293,7 @@ class Lane:
         # Otherwise whoever releases meanwhile would hear that the engine has no such chunk, and take it for one that is back.
         with self._releasing:
             self._blocks[number] = block
-            if quick().xe_add_chunk(self._number, number, block.address, self.nbytes, whole, event) != OK:
+            if gil_library().xe_add_chunk(self._number, number, block.address, self.nbytes, whole, event) != OK:
                 self._blocks.pop(number, None)
                 raise XferError("the engine has no memory, or the interpreter ends")
 

@@ -36,9 +36,9 @@ __all__ = [
     "Piece",
     "Python",
     "Request",
+    "gil_library",
     "library",
     "opened",
-    "quick",
 ]
 
 H2D, D2H = range(2)
@@ -234,7 +234,7 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def quick() -> ctypes.PyDLL:
+def gil_library() -> ctypes.PyDLL:
     """Return the same library, for calls that wait for nothing. They keep the GIL: giving it up would take longer than the call."""
     return _described(ctypes.PyDLL(library()._name, handle=library()._handle))
 
@@ -249,7 +249,7 @@ def _note_fork() -> None:
     _is_parents = _is_parents or bool(_loaded)
     _loaded.clear()
     library.cache_clear()
-    quick.cache_clear()
+    gil_library.cache_clear()
 
 
 os.register_at_fork(after_in_child=_note_fork)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from xferlib.latch import Turn
-from xferlib.tree import Alike
+from xferlib.tree import ShapeDtype
 
 __all__ = [
     "EXTENSIONS",
@@ -58,7 +58,7 @@ ENTRY = 2048
 """Bytes that JSON takes for an array beside its name, at most: NumPy has 64 dimensions at most, of 20 digits each."""
 
 
-def check_safetensors(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> None:
+def check_safetensors(names: Sequence[str], described: Sequence[ShapeDtype], metadata: Mapping[str, str]) -> None:
     """Raise `TypeError` for a dtype that the format lacks, `ValueError` for a name, and for more than a header may have.
 
     In a fraction of the time that the layout takes.
@@ -76,7 +76,9 @@ def check_safetensors(names: Sequence[str], described: Sequence[Alike], metadata
         safetensors_layout(names, described, metadata)
 
 
-def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+def safetensors_layout(
+    names: Sequence[str], described: Sequence[ShapeDtype], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
     """Lay arrays out one behind the other: return the file's header, and the arrays' numbers in the order of the file, where each
     begins at the end of the one before. Raises `ValueError` where their names take more bytes than a header may have.
 
@@ -108,7 +110,7 @@ def safetensors_layout(names: Sequence[str], described: Sequence[Alike], metadat
     return len(text).to_bytes(8, "little") + text, order
 
 
-def _widest_first(described: Sequence[Alike]) -> list[int]:
+def _widest_first(described: Sequence[ShapeDtype]) -> list[int]:
     """Return the arrays' numbers in the order in which the format's own writer has them: then each lies as its dtype wants."""
     # NumPy takes a while to say how wide a dtype is.
     widths: dict[int, int] = {}
@@ -130,7 +132,7 @@ def _kind(name: str, dtype: np.dtype[Any]) -> str:
     return kind
 
 
-def check_npy(names: Sequence[str], described: Sequence[Alike]) -> None:
+def check_npy(names: Sequence[str], described: Sequence[ShapeDtype]) -> None:
     """Raise `TypeError` for a dtype that would come back from a `.npy` file as another one."""
     seen: set[np.dtype[Any]] = set()
     for name, (_, dtype) in zip(names, described, strict=True):

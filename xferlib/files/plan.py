@@ -13,7 +13,7 @@ from xferlib.byte_reader import Numbers
 from xferlib.files.formats import VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
 from xferlib.files.names import names_of
 from xferlib.latch import Turn
-from xferlib.tree import Alike, Spec
+from xferlib.tree import ShapeDtype, Spec
 
 __all__ = ["MOST_ARRAYS", "FilePiece", "Layout", "Plan", "planned"]
 
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     kind: str
     names: Sequence[str]
-    described: Sequence[Alike]
+    described: Sequence[ShapeDtype]
     texts: Mapping[str, str]
     sizes: list[int]
     nbytes: int
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
             yield [FilePiece(0, min(nbytes, size - start), np.array([index]), start) for start in starts]
 
 
-def planned(file: Path, spec: Spec, described: Sequence[Alike], sizes: list[int], metadata: Mapping[str, str] | None) -> Plan:
+def planned(file: Path, spec: Spec, described: Sequence[ShapeDtype], sizes: list[int], metadata: Mapping[str, str] | None) -> Plan:
     """Check all that can be refused of a file, and lay nothing out yet. `sizes`: see `Plan`. Raises `TypeError`, `ValueError`."""
     names, riders = names_of(spec)
     kind = file.suffix.lower()

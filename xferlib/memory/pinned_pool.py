@@ -38,7 +38,7 @@ from xferlib.memory.table import ROOM_LOOK_SECONDS, Growth, Table
 from xferlib.protocol import Event
 from xferlib.reaper import watch
 from xferlib.tickets import ticket
-from xferlib.tree import Alike
+from xferlib.tree import ShapeDtype
 from xferlib.uninterrupted import collects, uninterrupted
 from xferlib.words import in_words
 
@@ -142,7 +142,7 @@ class PinnedPool(Table):
             return np.empty(shape, dtype)
         return np.ndarray(shape, dtype, buffer=np.asarray(block))
 
-    def results(self, wanted: Sequence[Alike]) -> list[Array]:
+    def results(self, wanted: Sequence[ShapeDtype]) -> list[Array]:
         """Return arrays for gets to fill. This does what `empty` does, but does not wait until much memory is page-locked.
 
         If there is no idle memory for large ones, and the limit has room for them and for staging, they are pageable when they are

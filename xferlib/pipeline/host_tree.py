@@ -30,7 +30,7 @@ from xferlib.protocol import DeviceRange
 from xferlib.sketch import sketched
 from xferlib.stager import Stager, check_stager
 from xferlib.transfer import Transfer
-from xferlib.tree import Alike, Mixed, Spec, Trees, path, trees_of, unflatten
+from xferlib.tree import Mixed, ShapeDtype, Spec, Trees, path, trees_of, unflatten
 from xferlib.words import in_words
 
 __all__ = ["HostTree"]
@@ -43,7 +43,7 @@ class _Group(NamedTuple):
 
     arrays: list[Array]
     spec: Spec
-    described: list[Alike]
+    described: list[ShapeDtype]
     memory: DeviceRange
     """All of it, as a stager of the host sees what it saves."""
 
@@ -388,7 +388,7 @@ class HostTree:
             raise ClosedError(CLOSED)
 
 
-def _described(trees: Trees, name: str, spec: Spec, index: int, leaf: Any) -> Alike:
+def _described(trees: Trees, name: str, spec: Spec, index: int, leaf: Any) -> ShapeDtype:
     found = None if isinstance(leaf, Transfer) else trees.describe(leaf)
     if found is None:
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"

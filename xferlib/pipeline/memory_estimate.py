@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from xferlib.errors import AllocationError
-from xferlib.tree import PLAIN, Alike, Trees
+from xferlib.tree import PLAIN, ShapeDtype, Trees
 from xferlib.words import in_words
 
 __all__ = ["Charge", "MemoryEstimate", "at_a_time", "check_room", "described", "tree_nbytes"]
@@ -95,7 +95,7 @@ def tree_nbytes(tree: Any, trees: Trees = PLAIN) -> int:
     return sum(math.prod(map(int, shape)) * dtype.itemsize for shape, dtype in described(tree, trees))
 
 
-def described(tree: Any, trees: Trees = PLAIN) -> list[Alike]:
+def described(tree: Any, trees: Trees = PLAIN) -> list[ShapeDtype]:
     """Return shapes and dtypes of all arrays, host or device, of a tree."""
     leaves, _ = trees.flatten(tree)
     return list(filter(None, map(trees.describe, leaves)))

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from xferlib.engine.native import OK, library, quick
+from xferlib.engine.native import OK, gil_library, library
 from xferlib.errors import AllocationError, TransferError
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of
@@ -54,7 +54,7 @@ class BounceBuffers:
         self._pool = pool
         self._h2d = ledger.h2d
         self._table = ledger.h2d.table
-        self._copy_at_once, self._copy = quick().xe_copy, library().xe_copy
+        self._copy_at_once, self._copy = gil_library().xe_copy, library().xe_copy
         self._jobs = ledger.jobs
         self._reap = ledger.reap
         # Of the others each put takes what it needs and no more.
@@ -84,7 +84,7 @@ class BounceBuffers:
             size, (address, memory, _, kept) = self._take(coalesced.nbytes, fills)
             self._start(coalesced, address, memory)
             # Whoever finds no buffer asks which copies are done with theirs.
-            number, event = self._h2d.add(nbytes, pinned, overwritten, memory, looked=not pinned)[:2]
+            number, event = self._h2d.add(nbytes, pinned, overwritten, memory, reaped=not pinned)[:2]
             if kept:
                 self._buffers[size].append((address, memory, number, True))
         except BaseException:

@@ -106,8 +106,8 @@ class Staging:
             self._start(self._lanes[H2D], job, list(map(_piece_of, whole)), nbytes, len({leaf.block for leaf in whole}))
             self.wait_issued(job)
         except BaseException:
-            job.given_up = True
-            self.give_up(job)
+            job.abandoned = True
+            self.abandon(job)
             raise
         return None
 
@@ -126,7 +126,7 @@ class Staging:
     def begin_packed(self, packed: PackedBlock, address: int, arrays: Sequence[Array], begun: list[Job], target: object) -> bool:
         """Have the engine begin with what `stage_packed` does. False: it cannot read these arrays, and nothing was started.
 
-        `wait_issued` must follow, or `give_up` where anything is raised, for the job in `begun`, which is there before its start.
+        `wait_issued` must follow, or `abandon` where anything is raised, for the job in `begun`, which is there before its start.
         `target`: see `stage`.
         """
         hosts = None if is_copy_thread() else _addresses(arrays)
@@ -148,8 +148,8 @@ class Staging:
         job.raise_failure()
         job.kept = None
 
-    def give_up(self, job: Job) -> None:
-        """Have nothing more started of a job that is `given_up`, and block until its sources are at rest: before whoever owns them
+    def abandon(self, job: Job) -> None:
+        """Have nothing more started of a job that is `abandoned`, and block until its sources are at rest: before whoever owns them
         hears of a failure. If this is interrupted, the owner may hear of it earlier.
         """
         job.abandon()
@@ -273,7 +273,7 @@ class Staging:
             if meanwhile is not None:
                 meanwhile()
         except BaseException:
-            job.given_up = True
+            job.abandoned = True
             job.abandon()
             raise
 
@@ -350,9 +350,9 @@ class BorrowedCopy:
         """See `Event.done`."""
         job = self._job
         if job is not None:
-            if not job.has_come(ISSUED):
+            if not job.has_reached(ISSUED):
                 return False
-            if job.has_come(FINISHED):
+            if job.has_reached(FINISHED):
                 # The engine knows. To ask the driver would give up the interpreter, which another thread may keep for long.
                 self.enqueued()
                 return True

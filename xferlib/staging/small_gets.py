@@ -169,7 +169,7 @@ class SmallGets:
             for address, array in transfers:
                 self._copy_d2h(start, address, array.nbytes)
                 start += round_up(array.nbytes, ALIGNMENT)
-            return self._d2h.add(0, (), sources, block, looked=True).event
+            return self._d2h.add(0, (), sources, block, reaped=True).event
         except BaseException:
             self._d2h.quiesce((block, sources), (), sources)
             raise

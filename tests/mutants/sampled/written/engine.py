@@ -29,13 +29,13 @@ MUTANTS = [
     (LANES, "    if library().xe_start(count) == 0:\n", "    if near is None and library().xe_start(count) == 0:\n"),
     (
         SMALL,
-        "            return self._d2h.add(0, (), sources, block, looked=True)",
-        "            return self._d2h.add(0, (), sources, None, looked=True)",
+        "            return self._d2h.add(0, (), sources, block, reaped=True)",
+        "            return self._d2h.add(0, (), sources, None, reaped=True)",
     ),
     (
         SMALL,
-        "            return self._d2h.add(0, (), sources, block, looked=True)",
-        "            return self._d2h.add(0, (), (), block, looked=True)",
+        "            return self._d2h.add(0, (), sources, block, reaped=True)",
+        "            return self._d2h.add(0, (), (), block, reaped=True)",
     ),
     (SMALL, " and len(transfers) <= MOST_ARRAYS and ", " and "),
     (SMALL, "        if self._d2h.busy or not _comes(after, PRODUCER_SECONDS):", "        if self._d2h.busy:"),

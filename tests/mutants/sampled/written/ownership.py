@@ -31,7 +31,7 @@ MUTANTS = [
     (INFLIGHT, "entries[-1].asked == newest", "False"),
     (INFLIGHT, "self.reap(newest=asked)\n", "self.reap()\n"),
     (INFLIGHT, "            entries.pop()\n        # Mostly", "            entries.clear()\n        # Mostly"),
-    (INFLIGHT, "not looked) or asked % _TURN >= _TURN - 2", "not looked) or len(self.table) % REAP_EVERY_TRANSFERS == 0"),
+    (INFLIGHT, "not reaped) or asked % _TURN >= _TURN - 2", "not reaped) or len(self.table) % REAP_EVERY_TRANSFERS == 0"),
     (INFLIGHT, "gone, more = self._take_done(newest)", "gone, more = self._take_done(newest)[0], True"),
     # Nobody waits for what another stager's jobs use.
     (LEDGER, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
