@@ -30,7 +30,7 @@ from xferlib.memory.foreign import copy_foreign, is_foreign
 from xferlib.tracing.log import LOG
 from xferlib.tree import Spec, Trees, path
 
-__all__ = ["VARIABLE", "Check", "SourceWatch", "WatchedPut", "caller", "verify_done", "wanted", "watch_get"]
+__all__ = ["VARIABLE", "Check", "SourceWatch", "WatchedPut", "call_site", "resolve_debug", "verify_done", "watch_get"]
 
 VARIABLE = "XFERLIB_DEBUG"
 CHECKSUM_PIECE_NBYTES = 4096
@@ -42,7 +42,7 @@ READ_NBYTES = 256 * CHECKSUM_PIECE_NBYTES
 T = TypeVar("T")
 
 
-def wanted(debug: bool | None) -> bool:
+def resolve_debug(debug: bool | None) -> bool:
     """Return what the argument `debug` says; None: what the environment says. Raises `ValueError` for what cannot be read there."""
     if debug is not None:
         return bool(debug)
@@ -52,7 +52,7 @@ def wanted(debug: bool | None) -> bool:
     return text == "1"
 
 
-def caller() -> str:
+def call_site() -> str:
     """Say where the innermost frame that is not ours stands. On a thread of ours, say for whom it works."""
     frame = user_frame()
     if frame.f_globals.get("__name__") == "threading" and (begun_at := LOG.served.get(get_native_id())) is not None:
@@ -97,7 +97,7 @@ class SourceWatch:
         verify_done()
         self._tell(only_dropped=True)
         sources, spec = self._read_later(tree, borrow)
-        return WatchedPut(sources, spec, caller(), borrow, self._untold) if sources else None
+        return WatchedPut(sources, spec, call_site(), borrow, self._untold) if sources else None
 
     def close(self) -> None:
         """Verify what is left, and raise what nobody was told. Nothing is in flight."""

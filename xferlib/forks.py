@@ -11,33 +11,33 @@ from typing import Protocol
 from xferlib.errors import BackendUnavailableError
 from xferlib.tickets import Alive
 
-__all__ = ["IN_CHILD", "Forgetful", "forget_in_child", "leave", "stayed"]
+__all__ = ["IN_CHILD", "ForkSafe", "forget_in_child", "leak", "unavailable_in_child"]
 
 IN_CHILD = "Open stagers in the child, and start processes with the spawn or forkserver method"
 
 
-class Forgetful(Protocol):
+class ForkSafe(Protocol):
     """Something that owns memory of a device or a driver."""
 
     def forget(self) -> None:
         """Free nothing from here on, and wait for nothing. Called in the child, where no other thread runs."""
 
 
-_owners: Alive[Forgetful] = Alive()
+_owners: Alive[ForkSafe] = Alive()
 
 
-def forget_in_child(owner: Forgetful) -> None:
+def forget_in_child(owner: ForkSafe) -> None:
     """Call `owner.forget()` in every child that is forked while the owner lives."""
     _owners.add(owner)
 
 
-def leave(*held: object) -> None:
+def leak(*held: object) -> None:
     """Never free these objects nor what they hold, not even when the interpreter ends."""
     for thing in held:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def stayed(what: str, since: str, advice: str = IN_CHILD) -> BackendUnavailableError:
+def unavailable_in_child(what: str, since: str, advice: str = IN_CHILD) -> BackendUnavailableError:
     """Return the error for use of what is the parent's: "the stager cannot be used", "the stager was opened"."""
     return BackendUnavailableError(f"{what} here: this process was forked after {since}. {advice}")
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias, final
 
-from xferlib.forks import forget_in_child, leave
+from xferlib.forks import forget_in_child, leak
 from xferlib.latch import is_copy_thread
 from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import DeviceRange, Event
@@ -175,8 +175,8 @@ class InFlight:
             self.table.pop(entry.asked, None)
 
     def forget(self) -> None:
-        """See `Forgetful`."""
-        leave(self.table, self._stuck)
+        """See `ForkSafe`."""
+        leak(self.table, self._stuck)
         self.table, self._stuck = {}, []
 
     def wait(self, event: Event) -> None:

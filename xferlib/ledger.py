@@ -18,7 +18,7 @@ from xferlib.memory.arrays import address_of
 from xferlib.memory.mapped import Views
 from xferlib.pending import Jobs, Reading
 from xferlib.protocol import DeviceRange, HostStager
-from xferlib.reaper import remaining, watch
+from xferlib.reaper import closed_tables, watch
 
 __all__ = [
     "Ledger",
@@ -133,7 +133,7 @@ os.register_at_fork(after_in_child=_open.clear)
 def all_views() -> list[Views]:
     """Return the views of all stagers of this process, also of closed ones. Any thread."""
     # In this order: those of a stager that closes meanwhile are in the second.
-    return [*(ledger.views for ledger in all_ledgers()), *(left for left in remaining() if isinstance(left, Views))]
+    return [*(ledger.views for ledger in all_ledgers()), *(left for left in closed_tables() if isinstance(left, Views))]
 
 
 def all_ledgers() -> list[Ledger]:

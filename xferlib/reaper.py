@@ -14,31 +14,31 @@ from typing import Final, Protocol
 from xferlib.daemon import Daemon
 from xferlib.tickets import ticket
 
-__all__ = ["REAPER", "Remains", "close_later", "closed_when_dropped", "remaining", "start_reaper", "watch"]
+__all__ = ["REAPER", "ClosedTable", "close_later", "closed_tables", "closed_when_dropped", "start_reaper", "watch"]
 
 SETTLE_EVERY_SECONDS = 0.2
 """How often the reaper looks while a closed stager's memory is still held."""
 
 
-class Remains(Protocol):
+class ClosedTable(Protocol):
     """A table of a closed stager that still has rows."""
 
     def settle(self) -> bool:
         """Give back what nobody holds any more; tell whether anything is left. Called by the reaper alone, and may wait."""
 
 
-_remains: dict[int, Remains] = {}
+_tables: dict[int, ClosedTable] = {}
 
 
-def watch(remains: Remains) -> None:
+def watch(table: ClosedTable) -> None:
     """Settle the table from now on until nothing is left in it. It is kept alive meanwhile."""
-    _remains[id(remains)] = remains
+    _tables[id(table)] = table
     REAPER.inbox.put(None)
 
 
-def remaining() -> list[Remains]:
+def closed_tables() -> list[ClosedTable]:
     """Return the tables that have something left. Any thread."""
-    return list(_remains.values())
+    return list(_tables.values())
 
 
 def close_later(close: Callable[[], object]) -> None:
@@ -56,22 +56,22 @@ def _run() -> None:
     while not REAPER.over:
         dropped = None
         with suppress(Empty):
-            dropped = REAPER.inbox.get(timeout=SETTLE_EVERY_SECONDS if _remains else None)
+            dropped = REAPER.inbox.get(timeout=SETTLE_EVERY_SECONDS if _tables else None)
         if dropped is not None:
             dropped()
         del dropped
-        for key, remains in _remains.copy().items():
+        for key, table in _tables.copy().items():
             if REAPER.over:
                 return
             is_left = False
             try:
-                is_left = remains.settle()
+                is_left = table.settle()
             finally:
                 # A failure counts as nothing left.
                 if not is_left:
-                    _remains.pop(key, None)
-            del remains
+                    _tables.pop(key, None)
+            del table
 
 
-REAPER: Final[Daemon[Callable[[], object]]] = Daemon("xferlib-reaper", _run, _remains.clear)
+REAPER: Final[Daemon[Callable[[], object]]] = Daemon("xferlib-reaper", _run, _tables.clear)
 start_reaper = REAPER.start

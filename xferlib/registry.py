@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, SupportsIndex, cast
 
 from xferlib.checks import flag, positive_nbytes, shorten
-from xferlib.debug import wanted
+from xferlib.debug import resolve_debug
 from xferlib.errors import BackendUnavailableError, CapabilityError, UnknownBackendError
 from xferlib.memory.blocks import WhenFull, check_when_full
 from xferlib.protocol import Capabilities, HostStager, Opener
@@ -23,7 +23,7 @@ from xferlib.stager import Stager
 from xferlib.staging.profile import StagingProfile, as_profile, given_profile
 from xferlib.workload import Workload
 
-__all__ = ["backends", "companion", "open_backend", "stager", "workload_of"]
+__all__ = ["backend_module", "backends", "open_backend", "stager", "workload_of"]
 
 GROUP = "xferlib.backends"
 HOST = "host"
@@ -79,7 +79,7 @@ def stager(
         raise TypeError(f"device={device!r}: expected a number, as the framework counts its devices from 0")
     profile = as_profile(staging) or given_profile()
     strict = flag(strict, "strict")
-    debug = wanted(None if debug is None else flag(debug, "debug"))
+    debug = resolve_debug(None if debug is None else flag(debug, "debug"))
     if not isinstance(backend, str):
         opened = _checked(backend)
     elif backend == "auto":
@@ -114,21 +114,21 @@ def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:
         raise
 
 
-def companion(name: str, part: Literal["workload", "conformance", "diagnosis"]) -> ModuleType | None:
-    """Import what a backend ships beside its entry point; None if it ships no such part."""
-    module = f"{_entry(name).module}.{part}"
+def backend_module(name: str, module: Literal["workload", "conformance", "diagnosis"]) -> ModuleType | None:
+    """Import what a backend ships beside its entry point; None if it ships no such module."""
+    path = f"{_entry(name).module}.{module}"
     try:
-        return import_module(module)
+        return import_module(path)
     except ModuleNotFoundError as error:
-        # Only the part itself may be absent; what it imports may not.
-        if error.name == module:
+        # Only the module itself may be absent; what it imports may not.
+        if error.name == path:
             return None
         raise
 
 
 def workload_of(name: str) -> Workload:
     """Return the device work that a backend ships. Raises `CapabilityError` where it ships none."""
-    module = companion(name, "workload")
+    module = backend_module(name, "workload")
     if module is None:
         raise CapabilityError(
             f"backend {name!r} ships no device work: no module 'workload' beside its entry point. Use another one"

@@ -34,9 +34,9 @@ from xferlib.checks import (
     whole_shape,
 )
 from xferlib.d2h import DeviceToHost
-from xferlib.debug import SourceWatch, wanted, watch_get
+from xferlib.debug import SourceWatch, resolve_debug, watch_get
 from xferlib.errors import BackendUnavailableError, CapabilityError, ClosedError, TransferError, XferError, anew
-from xferlib.forks import forget_in_child, stayed
+from xferlib.forks import forget_in_child, unavailable_in_child
 from xferlib.h2d import HostToDevice
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, check_dtype
@@ -139,7 +139,9 @@ class Stager:
             host = HostMemory(backend, pool)
             self._host = host
             self._puts = HostToDevice(backend, host, self._blocks, staged, ledger, PageableWarning(strict=strict))
-            resources.source_watch = self._source_watch = SourceWatch(host.leaf, trees_of(backend)) if wanted(debug) else None
+            resources.source_watch = self._source_watch = (
+                SourceWatch(host.leaf, trees_of(backend)) if resolve_debug(debug) else None
+            )
             self._gets = DeviceToHost(backend, host, pool, staged, ledger)
             resources.enter()
             _live.add(self)
@@ -473,9 +475,9 @@ class Stager:
             self._resources.give_back()
 
     def forget(self) -> None:
-        """Refuse everything: this process is a forked child. See `Forgetful`."""
+        """Refuse everything: this process is a forked child. See `ForkSafe`."""
         self._closing = threading.RLock()
-        self._refusal = stayed(f"backend {self.name!r} cannot run", "the stager was opened")
+        self._refusal = unavailable_in_child(f"backend {self.name!r} cannot run", "the stager was opened")
 
     def __enter__(self) -> Stager:
         self._check_open()

@@ -13,7 +13,7 @@ from typing import Any, Generic, SupportsFloat, TypeAlias, final
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
 from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
-from xferlib.forks import IN_CHILD, stayed
+from xferlib.forks import IN_CHILD, unavailable_in_child
 from xferlib.in_flight import Entry, let_go
 from xferlib.latch import is_copy_thread
 from xferlib.no_array import NoArray
@@ -330,4 +330,6 @@ class Transfer(NoArray, Generic[TreeT_co]):
 
 
 def _forked() -> BackendUnavailableError:
-    return stayed("this transfer cannot be waited for", "the transfer was started", f"Wait for it in the parent. {IN_CHILD}")
+    return unavailable_in_child(
+        "this transfer cannot be waited for", "the transfer was started", f"Wait for it in the parent. {IN_CHILD}"
+    )

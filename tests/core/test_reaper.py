@@ -173,11 +173,11 @@ def test_a_forked_child_settles_nothing_and_opens_stagers_of_its_own() -> None:
         s = xferlib.stager("host")
         backend, array = s.backend, s.put(np.ones(1000)).result()
         s.close()
-        assert reaper.remaining()
+        assert reaper.closed_tables()
         child = os.fork()
         if child == 0:
             before = backend.memory.calls()
-            assert not reaper.remaining()
+            assert not reaper.closed_tables()
             del array
             time.sleep(0.5)
             assert backend.memory.calls() == before

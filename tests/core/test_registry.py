@@ -221,10 +221,10 @@ def test_a_stranger_s_package_is_found_like_ours(stranger: str) -> None:
     assert stranger in xferlib.backends()
     assert "strangers_backend" not in sys.modules
     xferlib.stager(stranger).close()
-    part = registry.companion(stranger, "workload")
+    part = registry.backend_module(stranger, "workload")
     assert part is not None
     assert part.ANSWER == 42
-    assert registry.companion(stranger, "conformance") is None
+    assert registry.backend_module(stranger, "conformance") is None
 
 
 def test_packages_are_asked_once_for_a_backend_that_is_there(installed: list[Entry], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_packages_are_asked_once_for_a_backend_that_is_there(installed: list[Ent
 def test_what_a_part_of_a_backend_lacks_is_not_taken_for_the_part(stranger: str, tmp_path: Path) -> None:
     (tmp_path / "strangers_backend" / "diagnosis.py").write_text("import no_such_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        registry.companion(stranger, "diagnosis")
+        registry.backend_module(stranger, "diagnosis")
 
 
 def test_a_stager_says_what_it_is() -> None:

@@ -19,7 +19,7 @@ from xferlib.ledger import all_views
 from xferlib.memory.mapped import Views
 from xferlib.protocol import Capabilities
 from xferlib.protocol import Stream as Found
-from xferlib.reaper import Remains, watch
+from xferlib.reaper import ClosedTable, watch
 from xferlib.stager import Stager
 
 
@@ -291,7 +291,7 @@ def test_views_of_a_stager_that_closes_are_known_at_any_time(monkeypatch: pytest
     stager = xferlib.stager("host")
     view, views = stager.mapped(stager.empty_pinned(100, np.uint8)), stager._ledger.views
 
-    def watched(remains: Remains) -> None:
+    def watched(remains: ClosedTable) -> None:
         # Neither with the reaper yet, nor away from its ledger.
         known.append(views in all_views())
         watch(remains)

@@ -16,7 +16,7 @@ import xferlib
 from xferlib.conformance import StagerConformance
 from xferlib.conformance.base import ThreadedCalls
 from xferlib.conformance.values import LARGE, assert_same, words
-from xferlib.registry import companion
+from xferlib.registry import backend_module
 from xferlib.stager import Stager
 
 STEPS = 2000
@@ -52,7 +52,7 @@ def parties(stager: Stager) -> Iterator[dict[str, Party]]:
 
 
 def hooks_of(name: str) -> StagerConformance:
-    module = companion(name, "conformance")
+    module = backend_module(name, "conformance")
     assert module is not None
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     (hooks,) = [kind for kind in classes if issubclass(kind, StagerConformance)]

@@ -167,7 +167,7 @@ def test_a_cpu_shows_no_shares_and_says_why_before_its_times(on_gpu: bool) -> No
 
 def test_a_backend_without_device_work_is_refused() -> None:
     with xferlib.stager("host") as stager, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("xferlib.registry.companion", lambda name, part: None)
+        patched.setattr("xferlib.registry.backend_module", lambda name, part: None)
         with pytest.raises(xferlib.CapabilityError, match="ships no device work"):
             xferlib.measure_overlap(stager)
 

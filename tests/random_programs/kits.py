@@ -18,7 +18,7 @@ import xferlib
 from tests.random_programs.canary import ArenaCanary, Canary, CupyCanary, DriverCanary, JaxCanary, NumbaCanary, NumpyCanary
 from tests.random_programs.content import EXTENSIONS, Array, dtype_named, viewed
 from tests.random_programs.driver import DRIVER, StrictStager
-from xferlib.registry import companion
+from xferlib.registry import backend_module
 
 __all__ = ["NAMES", "Kit", "kit_named"]
 
@@ -46,7 +46,7 @@ class Kit(ABC):
     """Milliseconds, on a machine that is not busy, that a step may be blocked by what is held, before it is released."""
 
     def __init__(self) -> None:
-        module = companion(self.name, "conformance")
+        module = backend_module(self.name, "conformance")
         assert module is not None
         (hooks,) = [kind for name, kind in vars(module).items() if name.startswith("Test") and kind.__module__ == module.__name__]
         self._take(hooks(), import_module(module.__name__.rpartition(".")[0]).open_stager)

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from xferlib.cli.breakeven import break_even
-from xferlib.cli.companions import diagnosis, own_versions
+from xferlib.cli.diagnosis import diagnosis, own_versions
 from xferlib.cli.link import measured_link
 from xferlib.cli.machine import is_wsl, little_memory, no_gpu, settings, unreadable, wsl
 from xferlib.cli.paths import findings_of, paths_of, slow_of_ours

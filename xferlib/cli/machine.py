@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from xferlib.debug import wanted
+from xferlib.debug import resolve_debug
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.staging.profile import given_profile
 from xferlib.words import in_words
@@ -94,7 +94,7 @@ def no_gpu(states: Sequence[dict[str, Any]]) -> list[str]:
 def unreadable() -> list[str]:
     """Return a sentence for each variable of ours that cannot be read: without an explicit argument no stager opens then."""
     lines = []
-    for read in (given_profile, partial(wanted, None)):
+    for read in (given_profile, partial(resolve_debug, None)):
         try:
             read()
         except ValueError as error:

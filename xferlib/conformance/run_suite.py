@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from xferlib.errors import CapabilityError
-from xferlib.registry import companion
+from xferlib.registry import backend_module
 
 __all__ = ["run"]
 
@@ -21,7 +21,7 @@ def run(name: str, arguments: Sequence[str] = ()) -> int:
 
     Raises `UnknownBackendError`, or `CapabilityError` if the backend ships no hooks.
     """
-    module = companion(name, "conformance")
+    module = backend_module(name, "conformance")
     if module is None or module.__file__ is None:
         raise CapabilityError(f"backend {name!r} ships no hooks to test it with: no module 'conformance' beside its entry point")
     root = os.path.dirname(module.__file__)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, final
 
 from xferlib.engine.native import BUSY, FAILED, FINISHED, ISSUED, NOT_YET, OK, STAGED, STOPPED, UNKNOWN, gil_library, library
 from xferlib.errors import CapabilityError, TransferError, XferError
-from xferlib.forks import stayed
+from xferlib.forks import unavailable_in_child
 from xferlib.latch import is_over
 from xferlib.memory.foreign import MappedFile
 from xferlib.protocol import DeviceRange, Event, Stream
@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_note_fork)
 def refuse_parents(number: int) -> None:
     """Raise `BackendUnavailableError` for what was numbered before this process was forked: it stayed with the parent."""
     if number < _first:
-        raise stayed("memory cannot be transferred", "the stager was opened")
+        raise unavailable_in_child("memory cannot be transferred", "the stager was opened")
 
 
 def refuse_stream_wait() -> NoReturn:

@@ -21,7 +21,7 @@ from xferlib.files.plan import planned
 from xferlib.files.series import is_numbered
 from xferlib.files.sharded import ShardedArrays, ShardedReader
 from xferlib.files.writing import Writing
-from xferlib.forks import stayed
+from xferlib.forks import unavailable_in_child
 from xferlib.latch import Latch
 from xferlib.pipeline.host_tree import HostTree
 from xferlib.stager import Stager, check_stager
@@ -237,7 +237,9 @@ class Save:
 
     def _refuse_children(self) -> None:
         if os.getpid() != self._outcome.process:
-            raise stayed(f"the save to {str(self.path)!r} cannot be waited for", "it was started", "Wait for it in the parent")
+            raise unavailable_in_child(
+                f"the save to {str(self.path)!r} cannot be waited for", "it was started", "Wait for it in the parent"
+            )
 
     def __repr__(self) -> str:
         outcome = self._outcome

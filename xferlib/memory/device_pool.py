@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, TypeAlias, final
 
 from xferlib.errors import AllocationError, CapabilityError
-from xferlib.forks import forget_in_child, leave
+from xferlib.forks import forget_in_child, leak
 from xferlib.latch import is_copy_thread
 from xferlib.ledger import Ledger, reap_all
 from xferlib.memory.idle_blocks import NOBODY, BlockRow, IdleBlocks, Streams, size_class
@@ -176,7 +176,7 @@ class DevicePool(Table):
                 watch(self)
 
     def settle(self) -> bool:
-        """After `close`, free what no lease names any more; tell whether any lease is left. See `Remains`."""
+        """After `close`, free what no lease names any more; tell whether any lease is left. See `ClosedTable`."""
         # What fails now is tried again at the next look.
         with suppress(*self._failures):
             # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
@@ -186,8 +186,8 @@ class DevicePool(Table):
         return bool(self._growing or self._rows)
 
     def forget(self) -> None:
-        """See `Forgetful`."""
-        leave(self._rows, self._idle, self._doomed, self._returns)
+        """See `ForkSafe`."""
+        leak(self._rows, self._idle, self._doomed, self._returns)
         self._closed = True
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
         self._idle = defaultdict(IdleBlocks)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias, cast, final
 
 from xferlib.errors import TransferError
-from xferlib.forks import forget_in_child, leave
+from xferlib.forks import forget_in_child, leak
 from xferlib.in_flight import meet
 from xferlib.latch import is_over
 from xferlib.memory.arrays import Array, address_of
@@ -127,13 +127,13 @@ class Views:
         self._fenced.clear()
 
     def settle(self) -> bool:
-        """Let go of memory whose views are gone; tell whether any view is left. See `Remains`."""
+        """Let go of memory whose views are gone; tell whether any view is left. See `ClosedTable`."""
         self._fence_ended()
         return bool(self._rows)
 
     def forget(self) -> None:
-        """See `Forgetful`."""
-        leave(self._rows, self._fenced, self._stuck)
+        """See `ForkSafe`."""
+        leak(self._rows, self._fenced, self._stuck)
         self._over = True
         self._rows, self._fenced = {}, {}
 

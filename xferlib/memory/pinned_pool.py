@@ -348,7 +348,7 @@ class PinnedPool(Table):
             watch(self)
 
     def settle(self) -> bool:
-        """After `close`, unpin what no array holds any more; tell whether anything is left. See `Remains`."""
+        """After `close`, unpin what no array holds any more; tell whether anything is left. See `ClosedTable`."""
         # Copies of another stager that are done may hold the last reference, and perhaps nobody calls that stager.
         reap_all()
         try:
@@ -367,8 +367,8 @@ class PinnedPool(Table):
         return bool(self._growing or self._segments.by_number)
 
     def forget(self) -> None:
-        """See `Forgetful`."""
-        self._free = _leave
+        """See `ForkSafe`."""
+        self._free = _leak
         self._closed = True
         _mapping.pop(id(self), None)
         self._renew()
@@ -619,5 +619,5 @@ def promised(address: int, nbytes: int) -> bool:
     return bool(_mapping) and any(pool.promises(address, nbytes) for pool in list(_mapping.values()))
 
 
-def _leave(address: int) -> None:
+def _leak(address: int) -> None:
     """Stand in for `free` in a forked child."""

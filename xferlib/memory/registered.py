@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
-from xferlib.forks import forget_in_child, leave
+from xferlib.forks import forget_in_child, leak
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.locker import LOCKER
@@ -232,9 +232,9 @@ class Pins:
                 steps.callback(self._unlocked, number)
 
     def forget(self) -> None:
-        """See `Forgetful`."""
+        """See `ForkSafe`."""
         self.closed = True
-        leave(self._rows)
+        leak(self._rows)
         self._rows, self._starts = {}, ()
         self._lock, self._changing = threading.RLock(), threading.RLock()
         _open.pop(id(self), None)

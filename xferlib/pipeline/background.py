@@ -19,9 +19,9 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 
 from xferlib.callers import user_line
 from xferlib.checks import whole_number
-from xferlib.debug import caller
+from xferlib.debug import call_site
 from xferlib.errors import ClosedError, XferError
-from xferlib.forks import stayed
+from xferlib.forks import unavailable_in_child
 from xferlib.pipeline.failed import Failed
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.source_thread import SourceThread, Start, live, run
@@ -60,7 +60,7 @@ class BackgroundIterator(Generic[T]):
         name: str = "xferlib-background",
     ) -> None:
         whole_number(depth, "depth", least=1)
-        self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=caller())
+        self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=call_site())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
         self._shared.owner = weakref.ref(self, self._shared.inbox.put)
         self._spent = False
@@ -123,7 +123,7 @@ class BackgroundIterator(Generic[T]):
             if self._spent:
                 raise StopIteration
             if shared.forked:
-                raise stayed("this pipeline cannot go on", "it had begun", "Begin it in the child")
+                raise unavailable_in_child("this pipeline cannot go on", "it had begun", "Begin it in the child")
             # Asked before the queue: then everything that came before the end is in there.
             ended = shared.ended
             entry: T | Failed = _first(shared.items)

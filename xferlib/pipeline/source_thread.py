@@ -48,7 +48,7 @@ class SourceThread(Generic[T]):
     owner: weakref.ref[Any]
 
     def __init__(self, depth: int, work: Work[T], *, begun_at: str) -> None:
-        """`begun_at`: see `caller` in `debug`."""
+        """`begun_at`: see `call_site` in `debug`."""
         self.work: Work[T] | None = work
         self.begun_at = begun_at
         self.clock = PhaseTimer()
@@ -89,7 +89,7 @@ class SourceThread(Generic[T]):
         self.changed.wake()
 
     def forget(self) -> None:
-        """See `Forgetful`."""
+        """See `ForkSafe`."""
         self.forked = True
         # The child has no thread, and these may be in the middle of a change that nobody will finish.
         self._begin()

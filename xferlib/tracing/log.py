@@ -59,7 +59,7 @@ class Log:
     def __init__(self) -> None:
         self.drop()
         self.served: dict[int, str] = {}
-        """By thread of ours, where the program asked for what it does, as `debug.caller` says it."""
+        """By thread of ours, where the program asked for what it does, as `debug.call_site` says it."""
         os.register_at_fork(after_in_child=self.stop)
         os.register_at_fork(after_in_child=self.served.clear)
 
@@ -85,7 +85,7 @@ class Log:
         self.on = False
 
     def act_for(self, begun_at: str | None) -> None:
-        """Note for whom the calling thread, one of ours, works, as `debug.caller` says it. None: it is about to end."""
+        """Note for whom the calling thread, one of ours, works, as `debug.call_site` says it. None: it is about to end."""
         if begun_at is None:
             self.served.pop(get_native_id(), None)
         else:

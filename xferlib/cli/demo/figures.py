@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from xferlib.cli.companions import diagnosis, own_versions
 from xferlib.cli.demo.loop import Timings
 from xferlib.cli.demo.options import Options
 from xferlib.cli.demo.source import FrameSource
+from xferlib.cli.diagnosis import diagnosis, own_versions
 from xferlib.stager import Stager
 from xferlib.words import counted
 from xferlib.workload import EdgeSpec

@@ -23,7 +23,7 @@ from typing import Any, Generic, final
 
 from xferlib.checks import uncopied, whole_number
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError, anew
-from xferlib.forks import forget_in_child, leave, stayed
+from xferlib.forks import forget_in_child, leak, unavailable_in_child
 from xferlib.memory.registered import Pin
 from xferlib.pipeline.one_pass import known_length
 from xferlib.pipeline.workers.layout import SlotLayout
@@ -109,7 +109,7 @@ class _Holdings:
 
     def forget(self) -> None:
         """Let go of everything in a forked child."""
-        leave(self._pin)
+        leak(self._pin)
         if self.memory is not None:
             self.memory.close()
         if self.pool is not None:
@@ -252,8 +252,8 @@ class SharedRing(Generic[TreeT_co]):
             uninterrupted(self._holdings.close)
 
     def forget(self) -> None:
-        """Refuse everything: this process is a forked child. See `Forgetful`."""
-        self._refuse(stayed("this ring cannot be used", "it was made", "Make rings in the child"))
+        """Refuse everything: this process is a forked child. See `ForkSafe`."""
+        self._refuse(unavailable_in_child("this ring cannot be used", "it was made", "Make rings in the child"))
         self._holdings.forget()
 
     def __enter__(self) -> SharedRing[TreeT_co]:

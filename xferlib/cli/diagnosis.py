@@ -10,7 +10,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
 
-from xferlib.registry import companion
+from xferlib.registry import backend_module
 
 __all__ = ["Diagnosis", "diagnosis", "own_versions"]
 
@@ -28,7 +28,7 @@ class Diagnosis(Protocol):
 
 def diagnosis(backend: str) -> Diagnosis | None:
     """Return what the backend knows about this machine; None if it ships no such module."""
-    return cast("Diagnosis | None", companion(backend, "diagnosis"))
+    return cast("Diagnosis | None", backend_module(backend, "diagnosis"))
 
 
 def own_versions() -> dict[str, str]:
