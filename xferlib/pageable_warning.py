@@ -15,7 +15,7 @@ from xferlib.callers import user_frame, warn_at
 from xferlib.errors import SynchronousTransferWarning
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostLeaf
-from xferlib.memory.pinned_pool import promised
+from xferlib.memory.pinned_pool import pinned_or_pending
 from xferlib.tree import Spec, path
 from xferlib.words import in_words
 
@@ -54,13 +54,13 @@ class PageableWarning:
     def warn(
         self, arrays: Sequence[Array], spec: Spec | None = None, index: int = 0, *, into: bool = False, outside: bool = False
     ) -> None:
-        """Warn of pageable arrays that concern somebody, unless all of them are promised. `index`: where the first stands.
+        """Warn of pageable arrays that concern somebody, unless all of them are pinned, or soon will be.
 
-        `outside`: they lie in memory of no pool.
+        `index`: where the first stands. `outside`: they lie in memory of no pool.
         """
         frame = user_frame()
         # On a thread that runs ours alone: it runs ahead of its caller, and nobody waits.
-        if frame.f_globals.get("__name__") == "threading" or (not outside and _are_promised(arrays)):
+        if frame.f_globals.get("__name__") == "threading" or (not outside and _are_pinned_or_pending(arrays)):
             return
         if self._strict:
             raise _refusal(arrays[0], spec, index, into)
@@ -69,10 +69,10 @@ class PageableWarning:
         warn_at(frame, _TEXTS[largest.flags.c_contiguous, into], SynchronousTransferWarning)
 
 
-def _are_promised(arrays: Sequence[Array]) -> bool:
+def _are_pinned_or_pending(arrays: Sequence[Array]) -> bool:
     # A loop: a generator would take as long as all else here, and mostly there is one array.
     for array in arrays:  # noqa: SIM110
-        if not promised(address_of(array), array.nbytes):
+        if not pinned_or_pending(address_of(array), array.nbytes):
             return False
     return True
 

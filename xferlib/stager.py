@@ -423,7 +423,7 @@ class Stager:
         Raises nothing about failed transfers, but `XferError` in a finalizer that would wait for the call that it runs inside.
         """
         self._check_open()
-        if self._entered:
+        if self._reentered:
             # Other threads may wait for a lock of ours in the middle of their transfers, and this would wait for those transfers.
             raise XferError("a finalizer would wait for the call that it runs inside of. Ask from ordinary code")
         self._ledger.wait_all()
@@ -436,7 +436,7 @@ class Stager:
         have to wait (seen on an H200, driver 580).
         """
         self._check_open()
-        if not self._entered:
+        if not self._reentered:
             uninterrupted(self._trim)
 
     def _trim(self) -> None:
@@ -448,9 +448,9 @@ class Stager:
             self._blocks.trim()
 
     @property
-    def _entered(self) -> bool:
+    def _reentered(self) -> bool:
         """Whether this is a finalizer that must wait: for another call of this thread to come to its end, or for the framework."""
-        if self._blocks.entered or self._pool.entered or self._ledger.jobs.reads_here:
+        if self._blocks.reentered or self._pool.reentered or self._ledger.jobs.reads_here:
             return True
         return not self._finalizers and collects()
 
@@ -461,7 +461,7 @@ class Stager:
         No other thread may be inside a call. A finalizer may, on any thread, and this waits for it. In debug mode this raises
         `SourceRewrittenError` at the end, if there is one that nobody was told of.
         """
-        if self._entered:
+        if self._reentered:
             close_later(self.close)
             return
         for wait in before_closing:

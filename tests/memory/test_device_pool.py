@@ -194,7 +194,7 @@ def test_leasing_idle_blocks_is_refused_in_a_finalizer_inside_another_step() -> 
         try:
             blocks.lease_idle([MIB], {})
         except AllocationError:
-            refused.append(blocks.entered)
+            refused.append(blocks.reentered)
 
     blocks._step(ask)
     assert refused == [True]

@@ -637,15 +637,15 @@ def test_a_segment_that_is_freed_meanwhile_does_not_disturb_whoever_looks_for_on
     stager.empty_pinned(LARGE_FROM_NBYTES, np.uint8)
     number = next(iter(segments))
     lost: list[Segment] = []
-    awaited: Any = Segment.awaited
+    pending: Any = Segment.pending
 
     def look(self: Segment) -> bool:
         if threading.current_thread().name == "xferlib-locker":
             # As who frees one does, without the lock.
             lost.extend(segments.pop(number) for _ in range(1 - len(lost)))
-        return bool(awaited.fget(self))
+        return bool(pending.fget(self))
 
-    monkeypatch.setattr(Segment, "awaited", property(look))
+    monkeypatch.setattr(Segment, "pending", property(look))
     found = stager.get(device_tree(stager, values(1))).result()
     backend.gate.set()
     on_thread(stager.idle).result(WATCHDOG)

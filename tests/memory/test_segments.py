@@ -104,7 +104,7 @@ def test_memory_that_is_pageable_is_found_but_not_said_to_be_locked_until_it_is(
     segments.hand_out(address, segments.pageable, wanted(UNIT), 0)
     around = segments.around(address, UNIT)
     assert around is not None
-    assert around.awaited
+    assert around.pending
     assert not segments.contains(address, UNIT)
     claimed = segments.claim()
     assert claimed is around
@@ -112,7 +112,7 @@ def test_memory_that_is_pageable_is_found_but_not_said_to_be_locked_until_it_is(
     assert segments.claim() is None
     segments.note_locked(claimed)
     assert segments.contains(address, UNIT)
-    assert not claimed.awaited
+    assert not claimed.pending
     assert segments.take_back(0)
     assert segments.large.whole() == [(0, SEGMENT)]
     assert segments.pageable.whole() == []

@@ -175,6 +175,6 @@ def test_what_is_asked_before_settling_is_refused_as_soon_as_another_step_is_beg
         table = Asked()
         asked.clear()
         seen: list[bool] = []
-        begin(table, lambda: seen.append(table.entered))  # noqa: B023  # Called at once.
+        begin(table, lambda: seen.append(table.reentered))  # noqa: B023  # Called at once.
         assert seen == [True]
         assert len(asked) == 2

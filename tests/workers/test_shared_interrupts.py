@@ -61,7 +61,7 @@ def is_whole(ring: SharedRing) -> bool:
 
 
 def judge(ring: SharedRing, before: Any) -> None:
-    assert not ring._pool.entered
+    assert not ring._pool.reentered
     assert not busy(ring._pool.lock)
     assert is_whole(ring)
     assert len(ring.pids) == len(psutil.Process().children()) - before[1]

@@ -61,7 +61,7 @@ class DevicePool(Table):
         self._lost, self._retire = backend.lost, backend.retire
         self._ledger = ledger
         self._rows: dict[int, BlockRow] = {}
-        self._late: defaultdict[int, int] = defaultdict(int)
+        self._spares_tried: defaultdict[int, int] = defaultdict(int)
         """By size, how often a spare was attempted after a put that came only just too early."""
         # Derived from the rows.
         self._leased: dict[int, BlockRow] = {}
@@ -70,12 +70,12 @@ class DevicePool(Table):
         self._idle: defaultdict[int, IdleBlocks] = defaultdict(IdleBlocks)
         """By size."""
         self._doomed: deque[BlockRow] = deque()
-        self._seen: Event | None = None
+        self._last_reached: Event | None = None
         """The fence that was last found to be reached."""
-        self._left = object()
+        self._generation = object()
         """Another one each time that rows have left, or may have been entered without being counted."""
-        self._known: tuple[object, int] = (None, 0)
-        """What `_left` was before the rows were counted, and their bytes."""
+        self._known_sum: tuple[object, int] = (None, 0)
+        """What `_generation` was before the rows were counted, and their bytes."""
         _open[id(self)] = self
         forget_in_child(self)
 
@@ -86,10 +86,10 @@ class DevicePool(Table):
 
     def _taken(self) -> int:
         """Return `nbytes`, in a step. Counts the rows again only where some have left: else many new ones would each count all."""
-        left, nbytes = self._left, self._known[1]
-        if self._known[0] is not left:
+        generation, nbytes = self._generation, self._known_sum[1]
+        if self._known_sum[0] is not generation:
             nbytes = sum([row.nbytes for row in list(self._rows.values())])
-            self._known = left, nbytes
+            self._known_sum = generation, nbytes
         return nbytes + sum([growth.nbytes for number, growth in self._growing.copy().items() if number not in self._rows])
 
     def lease(self, nbytes: int, streams: Streams) -> Lease:
@@ -191,7 +191,7 @@ class DevicePool(Table):
         self._closed = True
         self._rows, self._growing, self._leased, self._places = {}, {}, {}, {}
         self._idle = defaultdict(IdleBlocks)
-        self._doomed, self._seen, self._left = deque(), None, object()
+        self._doomed, self._last_reached, self._generation = deque(), None, object()
         self._renew()
 
     def _mend(self) -> None:
@@ -370,14 +370,14 @@ class DevicePool(Table):
     def _reached(self, fence: Event | None) -> bool | None:
         """Tell whether a block's readers are done; None if that failed, and nobody can say."""
         # Blocks that came back together have one fence.
-        if fence is None or fence is self._seen:
+        if fence is None or fence is self._last_reached:
             return True
         try:
             reached = fence.done()
         except self._failures:
             return None
         if reached:
-            self._seen = fence
+            self._last_reached = fence
         return reached
 
     def _reserve(self, size: int, number: int, *, wanted: bool = True) -> bool:
@@ -409,7 +409,7 @@ class DevicePool(Table):
             self._doomed.append(row)
 
     def _doom_all(self) -> None:
-        self._late.clear()
+        self._spares_tried.clear()
         self._doom([row for idle in self._idle.values() for row in idle])
 
     def _trim(self) -> None:
@@ -461,7 +461,7 @@ class DevicePool(Table):
         finally:
             self._rows.pop(row.key, None)
             # Only now: whoever counts before this has the row.
-            self._left = object()
+            self._generation = object()
             self._changes += 1
 
     def _grow(self, size: int, number: int, streams: Streams) -> BlockRow:
@@ -488,19 +488,19 @@ class DevicePool(Table):
     def _enter(self, row: BlockRow, streams: Streams) -> BlockRow:
         """Enter a new block, leased or, where nobody waits for it, idle."""
         try:
-            self._step(self._entered, row, streams)
+            self._step(self._enter_row, row, streams)
         except BaseException:
             # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
             with self._lock:
                 self._rows.setdefault(row.key, row)
-                self._left = object()
+                self._generation = object()
             raise
         return row
 
-    def _entered(self, row: BlockRow, streams: Streams) -> None:
+    def _enter_row(self, row: BlockRow, streams: Streams) -> None:
         self._rows[row.key] = row
-        left, nbytes = self._known
-        self._known = left, nbytes + row.nbytes
+        generation, nbytes = self._known_sum
+        self._known_sum = generation, nbytes + row.nbytes
         self._places[row.address] = row
         if self._grown(row.key):
             row.lease, row.streams = row.key, streams
@@ -537,9 +537,9 @@ class DevicePool(Table):
 
         This is done only a few times for each size, whatever comes of it: a put that waits for nothing must not pay each time.
         """
-        attempts = self._late[size]
+        attempts = self._spares_tried[size]
         if attempts < min(SPARES, SPARE_NBYTES // size):
-            self._late[size] = attempts + 1
+            self._spares_tried[size] = attempts + 1
             # The put has its block, so it does not matter to it what happens to the spare.
             with suppress(Exception):
                 uninterrupted(self._add_spare, size)

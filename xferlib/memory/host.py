@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, check_dtype, host_array
-from xferlib.memory.pinned_pool import PinnedPool, awaiting
+from xferlib.memory.pinned_pool import PinnedPool, pool_pending
 from xferlib.memory.registered import splits
 from xferlib.protocol import HostStager
 
@@ -117,7 +117,7 @@ class HostMemory:
 
     def locked_address(self, array: Array) -> int | None:
         """Return the same, but first block until memory that is about to be page-locked is locked."""
-        pool = awaiting(address_of(array), array.nbytes)
+        pool = pool_pending(address_of(array), array.nbytes)
         if pool is not None:
             pool.idle()
         return self.address(array)

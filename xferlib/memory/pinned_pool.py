@@ -42,7 +42,7 @@ from xferlib.tree import ShapeDtype
 from xferlib.uninterrupted import collects, uninterrupted
 from xferlib.words import in_words
 
-__all__ = ["HostBlock", "PinnedPool", "awaiting", "promised"]
+__all__ = ["HostBlock", "PinnedPool", "pinned_or_pending", "pool_pending"]
 
 LARGE_FROM_NBYTES, SHARED_SEGMENT_NBYTES = 1 << 20, 2 << 20
 """Smaller requests share segments of this size: a page-lock costs milliseconds and whole pages."""
@@ -275,12 +275,12 @@ class PinnedPool(Table):
         """Tell whether the range lies inside one segment, even one that is not locked. Takes no lock."""
         return self.contains(address, nbytes) or self._segments.around(address, nbytes) is not None
 
-    def awaits(self, address: int, nbytes: int) -> bool:
+    def is_pending(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside a segment that is pageable now, and pinned soon. Takes no lock."""
         segment = self._segments.around(address, nbytes)
-        return segment is not None and segment.awaited
+        return segment is not None and segment.pending
 
-    def promises(self, address: int, nbytes: int) -> bool:
+    def is_pinned_or_pending(self, address: int, nbytes: int) -> bool:
         """Tell whether the range lies inside a segment that is pinned, now or soon. Takes no lock."""
         segment = self._segments.around(address, nbytes)
         return segment is not None and not segment.refused
@@ -288,8 +288,8 @@ class PinnedPool(Table):
     def idle(self) -> None:
         """Block until all is locked that is to be. Raises `AllocationError` in a finalizer that would wait for ever."""
         told = False
-        while not (self._closed or LOCKER.over) and any(segment.awaited for segment in list(self._segments.by_number.values())):
-            if LOCKER.is_here() or collects() or self.entered:
+        while not (self._closed or LOCKER.over) and any(segment.pending for segment in list(self._segments.by_number.values())):
+            if LOCKER.is_here() or collects() or self.reentered:
                 raise AllocationError(
                     "a finalizer would wait until memory is page-locked, perhaps by the call that it runs inside of. "
                     "Ask from ordinary code"
@@ -325,7 +325,7 @@ class PinnedPool(Table):
 
     def usage(self) -> Usage:
         """Return the figures of this moment."""
-        if not self.entered:
+        if not self.reentered:
             self._step(bool)
         reserved = sum(list(self._reserved.values()))
         # Looked at once, or what goes meanwhile would be taken off twice.
@@ -336,7 +336,7 @@ class PinnedPool(Table):
     def close(self) -> None:
         """Unpin what is idle now; what arrays still hold is unpinned when the last of them is gone. No interrupt comes here."""
         self._closed = True
-        _mapping.pop(id(self), None)
+        _locking_later.pop(id(self), None)
         try:
             self._trim()
         except BaseException:
@@ -370,7 +370,7 @@ class PinnedPool(Table):
         """See `ForkSafe`."""
         self._free = _leak
         self._closed = True
-        _mapping.pop(id(self), None)
+        _locking_later.pop(id(self), None)
         self._renew()
 
     def _mend(self) -> None:
@@ -470,7 +470,7 @@ class PinnedPool(Table):
     def _map_unlocked(self, lacking: list[_Result]) -> list[PinnedRow]:
         """Map the segments that were counted, and enter the rows; none where the system refuses. No interrupt comes here."""
         assert self._unlocked is not None
-        _mapping[id(self)] = self
+        _locking_later[id(self)] = self
         with self._grows(*[result.number for result in lacking]):
             sizes = [self._growing[result.number].nbytes for result in lacking]
             try:
@@ -605,18 +605,18 @@ def _array(row: PinnedRow, ticket: object, shape: tuple[int, ...], dtype: np.dty
     return np.ndarray(shape, dtype, buffer=np.asarray(HostBlock(row.address, row.size, ticket)))
 
 
-_mapping: dict[int, PinnedPool] = {}
+_locking_later: dict[int, PinnedPool] = {}
 """The pools that have had memory which is locked later, and are not closed. Memory of one stager may be given to another."""
 
 
-def awaiting(address: int, nbytes: int) -> PinnedPool | None:
-    """Return the pool, of whatever stager, that `awaits` the range."""
-    return next((pool for pool in list(_mapping.values()) if pool.awaits(address, nbytes)), None)
+def pool_pending(address: int, nbytes: int) -> PinnedPool | None:
+    """Return the pool, of whatever stager, that is still to lock the range."""
+    return next((pool for pool in list(_locking_later.values()) if pool.is_pending(address, nbytes)), None)
 
 
-def promised(address: int, nbytes: int) -> bool:
-    """Tell whether a pool, of whatever stager, has had the range mapped, and `promises` it."""
-    return bool(_mapping) and any(pool.promises(address, nbytes) for pool in list(_mapping.values()))
+def pinned_or_pending(address: int, nbytes: int) -> bool:
+    """Tell whether the range is in memory that a pool, of whatever stager, locks later or has locked so."""
+    return bool(_locking_later) and any(pool.is_pinned_or_pending(address, nbytes) for pool in list(_locking_later.values()))
 
 
 def _leak(address: int) -> None:

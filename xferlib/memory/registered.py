@@ -18,7 +18,7 @@ from xferlib.forks import forget_in_child, leak
 from xferlib.ledger import Ledger
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.locker import LOCKER
-from xferlib.memory.pinned_pool import PinnedPool, awaiting
+from xferlib.memory.pinned_pool import PinnedPool, pool_pending
 from xferlib.memory.proc_maps import why_unlockable
 from xferlib.protocol import HostStager
 from xferlib.reaper import close_later
@@ -50,7 +50,7 @@ class Pin:
 
         Raises `XferError` in a finalizer on a thread that makes the copies, where some are in flight: it would wait for itself.
         """
-        if self._open and self._pins.entered:
+        if self._open and self._pins.reentered:
             close_later(self.close)
         elif self._open:
             # If this is interrupted or refused, it may be called again.
@@ -104,9 +104,9 @@ class Pins:
         forget_in_child(self)
 
     @property
-    def entered(self) -> bool:
+    def reentered(self) -> bool:
         """Whether this is a finalizer inside a call that transfers or other pins may be waiting for."""
-        return self._pool.entered or LOCKER.is_here()
+        return self._pool.reentered or LOCKER.is_here()
 
     def add(self, array: object) -> Pin:
         """Page-lock an array's memory, which counts against the pool's limit until it is unlocked.
@@ -148,7 +148,7 @@ class Pins:
 
     def _lock_pages(self, address: int, nbytes: int) -> None:
         # Otherwise it might be locked twice.
-        pool = awaiting(address, nbytes)
+        pool = pool_pending(address, nbytes)
         if pool is not None:
             pool.idle()
         reason = why_unlockable(address, nbytes)

@@ -45,7 +45,7 @@ class Segment:
         return self.start + self.nbytes
 
     @property
-    def awaited(self) -> bool:
+    def pending(self) -> bool:
         """Whether somebody will lock it, or is at it."""
         return not (self.locked or self.refused or self.freeing)
 
@@ -143,7 +143,7 @@ class Segments:
         """Take a segment to lock: the newest of those that wait, since copies come to the oldest first."""
         # A list: whoever has freed a segment takes it out without the lock.
         for segment in reversed(list(self.by_number.values())):
-            if segment.awaited and not segment.claimed:
+            if segment.pending and not segment.claimed:
                 segment.claimed = True
                 return segment
         return None

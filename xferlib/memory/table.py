@@ -97,7 +97,7 @@ class Table(ABC):
         self._nothing_new = self._returns.nothing_new
 
     @property
-    def entered(self) -> bool:
+    def reentered(self) -> bool:
         """Whether the calling thread is in here already, and so is a finalizer now."""
         return self._inside and self._lock._is_owned()  # type: ignore[attr-defined]  # As `threading.Condition` asks.
 
@@ -148,7 +148,7 @@ class Table(ABC):
 
     def trim(self) -> None:
         """Give all memory back to the driver that nobody holds. May wait for kernels."""
-        if not self.entered:
+        if not self.reentered:
             uninterrupted(self._trim)
 
     def _counted(self, entered: dict[int, Any]) -> int:

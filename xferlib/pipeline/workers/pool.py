@@ -77,7 +77,7 @@ class WorkerPool:
     def __init__(self, start: Callable[[], Worker], changing: AbstractContextManager[object]) -> None:
         """`changing`: reentrant, and held while processes are started or ended: an interrupt may leave another thread at that."""
         self.lock = threading.RLock()
-        """Reentrant only so that `entered` can tell who has it: nobody comes in twice."""
+        """Reentrant only so that `reentered` can tell who has it: nobody comes in twice."""
         self.torn = False
         self.wakeup = WakeupFd()
         self._start = start
@@ -88,7 +88,7 @@ class WorkerPool:
         self._cannot_start: str | None = None
 
     @property
-    def entered(self) -> bool:
+    def reentered(self) -> bool:
         """Whether the calling thread has the lock already, and so is a finalizer now, or what takes the next task."""
         return self.lock._is_owned()  # type: ignore[attr-defined,no-any-return]  # As `threading.Condition` asks.
 

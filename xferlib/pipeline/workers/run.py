@@ -131,7 +131,7 @@ class Run(OnePass, Iterator[TreeT_co]):
                 del step
 
     def _step(self) -> _Step:
-        if self._pool.entered:
+        if self._pool.reentered:
             return _Step(error=RuntimeError("the tasks of a run, or a finalizer inside a step of it, ask it for a batch"))
         with self._pool.lock:
             if self._pool.torn:

@@ -244,7 +244,7 @@ class SharedRing(Generic[TreeT_co]):
             return
         self._refuse(ClosedError("this ring is closed. Make another SharedRing"))
         self._pool.wakeup.wake()
-        if self._pool.entered or collects():
+        if self._pool.reentered or collects():
             # This thread, or one that waits for it, is in the middle of a step. That must come to its end first.
             close_later(partial(_start_beside, self.close))
             return

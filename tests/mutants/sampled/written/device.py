@@ -94,8 +94,8 @@ MUTANTS = [
         "            self._backend.order_h2d(row.fence)\n            self.waits += 1\n",
         "            self.waits += 1\n",
     ),
-    (DEVICE, "            self._left = object()\n            self._changes += 1\n", "            self._changes += 1\n"),
-    (DEVICE, "        if self._known[0] is not left:", "        if True:"),
+    (DEVICE, "            self._generation = object()\n            self._changes += 1\n", "            self._changes += 1\n"),
+    (DEVICE, "        if self._known_sum[0] is not generation:", "        if True:"),
     (DEVICE, "if number not in self._rows])", "])"),
     (DEVICE, "self._taken() + size > self.limit:", "self._taken() + size >= self.limit:"),
     (
@@ -117,8 +117,8 @@ MUTANTS = [
     ),
     (TABLE, "            if self._torn or self._inside:\n", "            if self._torn:\n"),
     (DEVICE, "rows = self._before_settling(", "rows = self._step("),
-    (DEVICE, "if fence is None or fence is self._seen:", "if fence is None or self._seen:"),
-    (DEVICE, "        if reached:\n            self._seen = fence\n", "        self._seen = fence\n"),
+    (DEVICE, "if fence is None or fence is self._last_reached:", "if fence is None or self._last_reached:"),
+    (DEVICE, "        if reached:\n            self._last_reached = fence\n", "        self._last_reached = fence\n"),
     (
         DEVICE,
         "            if row is None:\n                break\n            rows.append(row)\n        return rows",
@@ -173,7 +173,7 @@ MUTANTS = [
         "return not self._closed and self._reserve(size, number, wanted=False)",
         "return self._reserve(size, number, wanted=False)",
     ),
-    (DEVICE, "        self._late.clear()\n", ""),
+    (DEVICE, "        self._spares_tried.clear()\n", ""),
     (
         DEVICE,
         "        # Whoever finds no room because of it waits until it is there.\n        with self._at_work:",
