@@ -12,7 +12,7 @@ import pytest
 import xferlib
 from tests.workers import fills
 from xferlib.pipeline.workers.layout import SlotLayout
-from xferlib.pipeline.workers.messages import Filled, Order, Raised
+from xferlib.pipeline.workers.messages import Filled, Raised, Task
 from xferlib.pipeline.workers.worker import _Filler
 
 
@@ -34,7 +34,7 @@ def test_an_order_before_its_run_is_a_failure_and_no_batch() -> None:
     layout = SlotLayout((64, np.int64))
     slot = np.zeros(layout.nbytes, np.uint8)
     filler = _Filler(layout.whole, [slot])
-    order = Order(0, 0, 0, pickle.dumps(3), "0")
+    order = Task(0, 0, 0, pickle.dumps(3), "0")
     refused = filler.reply(order)
     assert isinstance(refused, Raised)
     assert "before its run began" in refused.words
@@ -48,7 +48,7 @@ def filled(fill: object, task: object) -> tuple[object, object]:
     slot = np.zeros(layout.nbytes, np.uint8)
     filler = _Filler(layout.whole, [slot])
     filler.begin(pickle.dumps(fill))
-    return filler.reply(Order(0, 0, 0, pickle.dumps(task), "0")), layout.views(slot)
+    return filler.reply(Task(0, 0, 0, pickle.dumps(task), "0")), layout.views(slot)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_what_is_written_in_place_arrives(task: str) -> None:
 def test_what_is_put_beside_the_arrays_goes_with_them(rows: int | None) -> None:
     reply, views = filled(fills.names, ({"name": ["a.png", "b.png"], "epoch": 3, "gone": xferlib.Host([None])}, rows))
     assert isinstance(reply, Filled)
-    assert reply.parts is not None
-    parts = pickle.loads(reply.parts)
-    assert [part.shape for part in parts.parts] == [(rows or 4, 3), (rows or 4,)]
+    assert reply.tree is not None
+    parts = pickle.loads(reply.tree)
+    assert [part.shape for part in parts.arrays] == [(rows or 4, 3), (rows or 4,)]
     slot = np.zeros(4096, np.uint8)
     tree = parts.views(slot)
     assert (tree["name"], tree["epoch"], tree["gone"].value) == (["a.png", "b.png"], 3, [None])
@@ -95,8 +95,8 @@ def test_what_is_put_beside_the_arrays_goes_with_them(rows: int | None) -> None:
 def test_items_are_stacked_into_the_slot_of_a_worker() -> None:
     reply, views = filled(fills.stacks, [{"image": np.full(3, number), "label": number} for number in range(3)])
     assert isinstance(reply, Filled)
-    assert reply.parts is not None
-    assert pickle.loads(reply.parts).tree["count"].value == 3
+    assert reply.tree is not None
+    assert pickle.loads(reply.tree).tree["count"].value == 3
     assert views["image"][:, 0].tolist() == [0, 1, 2, 0]  # type: ignore[index]  # A dict.
     assert views["label"].tolist() == [0, 1, 2, 0]  # type: ignore[index]
 
@@ -124,5 +124,5 @@ def test_names_that_a_returned_tree_lacks_are_not_lost_in_silence(task: str) -> 
 def test_names_in_a_returned_tree_are_what_counts() -> None:
     reply, _ = filled(fills.leaves_names, "with")
     assert isinstance(reply, Filled)
-    assert reply.parts is not None
-    assert pickle.loads(reply.parts).tree["name"].value == "other"
+    assert reply.tree is not None
+    assert pickle.loads(reply.tree).tree["name"].value == "other"

@@ -106,8 +106,8 @@ class Ring(Generic[TreeT_co]):
         backend = stager.backend
         try:
             layout = SlotLayout(spec, trees_of(backend))
-            for index, part in enumerate(layout.whole.parts):
-                checked_at(layout.structure, index, backend.check_dtype, part.dtype)
+            for index, array in enumerate(layout.whole.arrays):
+                checked_at(layout.structure, index, backend.check_dtype, array.dtype)
         except (TypeError, ValueError) as error:
             shorten(error, package_of(backend))
             raise

@@ -144,7 +144,7 @@ MUTANTS = (
         "the memory of a small get is free before its copy has come",
         "xferlib/staging/small_gets.py",
         "self._d2h.add(0, (), sources, block, reaped=True)",
-        "self._d2h.add(0, (), sources, None, looked=True)",
+        "self._d2h.add(0, (), sources, None, reaped=True)",
     ),
     Mutant("a lent block is free before its copies are started", "xferlib/h2d.py", "until_started=leases", "until_started=None"),
     Mutant(

@@ -42,15 +42,15 @@ class SlotArray(NamedTuple):
 
 
 class SlotTree(NamedTuple):
-    """A tree of arrays inside a slot: the numbers at its leaves count `parts`, and a `Host` has what rides along in its place."""
+    """A tree of arrays inside a slot: the numbers at its leaves count `arrays`, and a `Host` has what rides along in its place."""
 
     tree: Any
-    parts: tuple[SlotArray, ...]
+    arrays: tuple[SlotArray, ...]
 
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays over these bytes."""
         marks, spec = PLAIN.flatten(self.tree)
-        return unflatten(spec, [mark.value if isinstance(mark, Host) else self.parts[mark].view(slot) for mark in marks])
+        return unflatten(spec, [mark.value if isinstance(mark, Host) else self.arrays[mark].view(slot) for mark in marks])
 
     def returned(self, value: Any, slot: Bytes) -> SlotTree | None:
         """Say where a batch lies, from what `fill` returned: None: all of it; a number of rows; a tree of views of the slot.
@@ -62,17 +62,17 @@ class SlotTree(NamedTuple):
         if isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_)):
             return self._rows(operator.index(value))
         leaves, structure = PLAIN.flatten(value)
-        arrays = [index for index, leaf in enumerate(leaves) if not rides_along(type(leaf))]
-        parts = tuple(_part(leaves[index], slot, path(structure, index)) for index in arrays)
-        if not parts:
+        indices = [index for index, leaf in enumerate(leaves) if not rides_along(type(leaf))]
+        arrays = tuple(_slot_array(leaves[index], slot, path(structure, index)) for index in indices)
+        if not arrays:
             raise TypeError(f"fill returned {value!r}: expected None, a number of rows, or views of its slot")
-        return SlotTree(marked(leaves, structure), parts)
+        return SlotTree(marked(leaves, structure), arrays)
 
     def _rows(self, rows: int) -> SlotTree:
-        room = min((part.shape[0] if part.shape else -1) for part in self.parts)
+        room = min((array.shape[0] if array.shape else -1) for array in self.arrays)
         if not 0 <= rows <= room:
             raise ValueError(f"fill returned {counted(rows, 'row')}; the first axis of its slot has room for 0 to {room}")
-        return self._replace(parts=tuple(part._replace(shape=(rows, *part.shape[1:])) for part in self.parts))
+        return self._replace(arrays=tuple(array._replace(shape=(rows, *array.shape[1:])) for array in self.arrays))
 
 
 def marked(leaves: Sequence[Any], structure: Spec) -> Any:
@@ -93,18 +93,18 @@ class SlotLayout:
         leaves, structure = trees.flatten(_with_leaves(spec, trees))
         if not leaves:
             raise ValueError(f"there is no array in {spec!r}: expected a shape and dtype, or a tree of them")
-        parts = []
+        arrays = []
         end = 0
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, _Leaf):
                 where = path(structure, index)
                 raise TypeError(f"{where}: expected an array, or a pair (shape, dtype) such as ((8, 3), 'float32'), got {leaf!r}")
-            parts.append(SlotArray(end, leaf.shape, None, leaf.dtype))
+            arrays.append(SlotArray(end, leaf.shape, None, leaf.dtype))
             end += round_up(math.prod(leaf.shape) * leaf.dtype.itemsize, ALIGNMENT)
         if not end:
             raise ValueError(f"every array in {spec!r} is empty: there is no memory to share")
         self.structure = structure
-        self.whole = SlotTree(unflatten(structure, range(len(parts))), tuple(parts))
+        self.whole = SlotTree(unflatten(structure, range(len(arrays))), tuple(arrays))
         """The full batch."""
         self.nbytes = round_up(end, PAGE)
         """Bytes of one slot."""
@@ -112,7 +112,7 @@ class SlotLayout:
     @property
     def in_words(self) -> str:
         """The arrays and their sizes, for people."""
-        return sketched(unflatten(self.structure, [_Leaf(part.shape, part.dtype) for part in self.whole.parts]))
+        return sketched(unflatten(self.structure, [_Leaf(array.shape, array.dtype) for array in self.whole.arrays]))
 
     def check_room(self, slots: int, limit: int, *, least: int = 1) -> None:
         """Raise `AllocationError` where `pinned_limit` has no room for so many slots. `least`: how many a ring must have."""
@@ -126,7 +126,7 @@ class SlotLayout:
 
     def views(self, slot: Bytes) -> Any:
         """Return the tree of arrays of the full batch over these bytes."""
-        return unflatten(self.structure, [part.view(slot) for part in self.whole.parts])
+        return unflatten(self.structure, [array.view(slot) for array in self.whole.arrays])
 
 
 @final
@@ -172,15 +172,15 @@ def _is_pair(given: Any) -> bool:
     return isinstance(dtype, (str, type, np.dtype)) and all(isinstance(length, (int, np.integer)) for length in lengths)
 
 
-def _part(leaf: Any, slot: Bytes, where: str) -> SlotArray:
+def _slot_array(leaf: Any, slot: Bytes, where: str) -> SlotArray:
     if not isinstance(leaf, np.ndarray):
         raise TypeError(f"fill returned {leaf!r} ({where}): expected None, a number of rows, or views of its slot")
     offset = leaf.ctypes.data - slot.ctypes.data if leaf.nbytes else 0
-    part = SlotArray(offset, leaf.shape, leaf.strides, leaf.dtype)
+    array = SlotArray(offset, leaf.shape, leaf.strides, leaf.dtype)
     try:
         if offset >= 0:
-            part.view(slot)
-            return part
+            array.view(slot)
+            return array
     except (TypeError, ValueError):
         pass
     raise ValueError(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Begin", "Filled", "Order", "Raised", "Ready", "Reply"]
+__all__ = ["Begin", "Filled", "Raised", "Ready", "Reply", "Task"]
 
 
 class Begin(NamedTuple):
-    """To the worker: orders of this run are filled by this function, pickled."""
+    """To the worker: slots are filled for the tasks of this run by this function, pickled."""
 
     run: int
     fill: bytes
 
 
-class Order(NamedTuple):
-    """To the worker: fill this slot for this task, pickled. `words`: the task for people, which the parent remembers with it."""
+class Task(NamedTuple):
+    """To the worker: fill this slot for one of the caller's tasks, pickled in `data`. `words`: that task, for people."""
 
     run: int
     number: int
     slot: int
-    task: bytes
+    data: bytes
     words: str
 
 
@@ -29,16 +29,16 @@ class Ready(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """From the worker: its oldest order is done. `parts`: its `SlotTree`, pickled; None: all of the slot.
+    """From the worker: the oldest task that it has is done. `tree`: its `SlotTree`, pickled; None: all of the slot.
 
-    They may have objects of the user's, which fail to be made here without harm to other messages.
+    It may have objects of the user's, which fail to be made here without harm to other messages.
     """
 
-    parts: bytes | None
+    tree: bytes | None
 
 
 class Raised(NamedTuple):
-    """From the worker: its oldest order raised. `error` is the exception, pickled, where it can be raised elsewhere as itself."""
+    """From the worker: the oldest task that it has raised. `error`: the exception, pickled, where it can be raised as itself."""
 
     error: bytes | None
     words: str

@@ -1,4 +1,4 @@
-"""The worker processes of one ring: start them, order, listen, replace those that have ended.
+"""The worker processes of one ring: start them, assign tasks, listen, replace those that have ended.
 
 Each has a socket of its own, so a killed one breaks no other's. What became of a task is the run's business.
 """
@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, final
 
 from xferlib.errors import WorkerDiedError
-from xferlib.pipeline.workers.messages import Order
+from xferlib.pipeline.workers.messages import Task
 from xferlib.pipeline.workers.process import Answer, Worker, ended
 from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["Exit", "WakeupFd", "WorkerPool"]
 
 AHEAD = 2
-"""Orders that one worker has at most: the one it fills, and the next, so that it need not wait for the consumer in between."""
+"""Tasks that one worker has at most: the one it fills, and the next, so that it need not wait for the consumer in between."""
 MOST_FAILED_STARTS = 8
 """Workers in a row that may be killed before they have started."""
 EXIT_SECONDS = 1.0
@@ -59,11 +59,11 @@ class WakeupFd:
 
 
 class Exit(NamedTuple):
-    """A worker that has ended: what it may have been filling, and the orders it had not begun."""
+    """A worker that has ended: what it may have been filling, and the tasks it had not begun."""
 
     words: str
-    lost: Order | None
-    waiting: tuple[Order, ...]
+    lost: Task | None
+    waiting: tuple[Task, ...]
 
 
 @final
@@ -147,7 +147,7 @@ class WorkerPool:
 
     def taken(self) -> set[int]:
         """Return the slots that workers may write."""
-        return {order.slot for worker in self._workers for order in worker.assigned}
+        return {task.slot for worker in self._workers for task in worker.assigned}
 
     def mend(self) -> None:
         """Kill all workers: what they and their parent know of each other was cut by an interrupt."""

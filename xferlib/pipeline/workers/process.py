@@ -16,15 +16,15 @@ from multiprocessing import get_context
 from typing import NamedTuple, final
 
 from xferlib.pipeline.workers.channel import Channel
-from xferlib.pipeline.workers.messages import Begin, Order, Ready, Reply
+from xferlib.pipeline.workers.messages import Begin, Ready, Reply, Task
 
 __all__ = ["Answer", "Worker", "ended", "watch"]
 
 
 class Answer(NamedTuple):
-    """What a worker said to an order."""
+    """What a worker said to a task."""
 
-    order: Order
+    task: Task
     reply: Reply
 
 
@@ -32,13 +32,13 @@ class Answer(NamedTuple):
 class Worker:
     """A spawned process, and the socket to it.
 
-    `assigned` is what it was ordered and has not answered, oldest first: the first is the one it may be filling now.
+    `assigned` has the tasks that it was sent and has not answered, oldest first: the first is the one it may be filling now.
     """
 
     def __init__(self, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
         ours, theirs = socket.socketpair()
         self.ready = False
-        self.assigned: deque[Order] = deque()
+        self.assigned: deque[Task] = deque()
         self._run = -1
         self._process = get_context("spawn").Process(
             target=target, args=(os.getpid(), *arguments, theirs), name="xferlib-worker", daemon=True
@@ -68,13 +68,13 @@ class Worker:
         """Whether one side has hung up. The process may be dead, or about to be."""
         return self.channel.over
 
-    def order(self, begin: Begin, order: Order) -> None:
-        """Send an order, without waiting. If the worker is gone, `assigned` says what is left undone."""
-        self.assigned.append(order)
+    def assign(self, begin: Begin, task: Task) -> None:
+        """Send a task, without waiting. If the worker is gone, `assigned` says what is left undone."""
+        self.assigned.append(task)
         if self._run != begin.run:
             self.channel.send(begin)
             self._run = begin.run
-        self.channel.send(order)
+        self.channel.send(task)
 
     def answers(self) -> list[Answer]:
         """Return what it has answered since, without waiting."""

@@ -20,7 +20,7 @@ from xferlib.errors import WorkerDiedError, WorkerError, add_note, anew
 from xferlib.ledger import reap_all
 from xferlib.pipeline.one_pass import OnePass
 from xferlib.pipeline.workers.layout import SlotTree
-from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised
+from xferlib.pipeline.workers.messages import Begin, Filled, Raised, Task
 from xferlib.pipeline.workers.pool import Exit, WorkerPool
 from xferlib.pipeline.workers.process import Answer
 from xferlib.pipeline.workers.slots import Slots
@@ -53,7 +53,7 @@ class _InSlot(NamedTuple):
     """A batch that is filled and not given out yet."""
 
     slot: int
-    parts: SlotTree | None
+    tree: SlotTree | None
 
 
 class _Step(NamedTuple):
@@ -107,9 +107,9 @@ class Run(OnePass, Iterator[TreeT_co]):
         self._ended: Exception | None = None
         self._begun = self._exhausted = False
         self._taken = self._given = 0
-        self._task: Order | None = None
+        self._task: Task | None = None
         """The next, which has no slot yet."""
-        self._again: list[Order] = []
+        self._again: list[Task] = []
         self._tries: dict[int, int] = {}
         self._outcomes: dict[int, _InSlot | Exception] = {}
         self._unsaid: list[str] = []
@@ -203,16 +203,16 @@ class Run(OnePass, Iterator[TreeT_co]):
     def _deal(self) -> None:
         was_starved, self._starved = self._starved, False
         while (worker := self._pool.pick(self._workers)) is not None:
-            order = self._next_order()
-            if order is None:
+            task = self._next_task()
+            if task is None:
                 break
             was_starved = False
-            worker.order(self._begin, order)
+            worker.assign(self._begin, task)
         if self._starved and not was_starved:
             self._nap = FIRST_NAP_SECONDS
             self._starved_since = time.monotonic()
 
-    def _next_order(self) -> Order | None:
+    def _next_task(self) -> Task | None:
         if self._again:
             return self._again.pop(0)
         # Before the slot: otherwise a consumer that holds every slot would never hear that there are no more tasks.
@@ -228,14 +228,14 @@ class Run(OnePass, Iterator[TreeT_co]):
         if slot is None:
             self._starved = True
             return None
-        order, self._task = self._task._replace(slot=slot), None
-        return order
+        task, self._task = self._task._replace(slot=slot), None
+        return task
 
-    def _pull(self) -> Order | None:
+    def _pull(self) -> Task | None:
         """Take the next task, to be given a slot; None if there is none. Tasks that cannot be had or sent are answered at once."""
         while not self._exhausted:
             try:
-                task = next(self._tasks)
+                given = next(self._tasks)
             except StopIteration:
                 self._exhausted = True
                 return None
@@ -247,8 +247,8 @@ class Run(OnePass, Iterator[TreeT_co]):
             number = self._taken
             self._taken += 1
             try:
-                data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
-                return Order(self._begin.run, number, NO_SLOT, data, f"{number} ({reprlib.repr(task)})")
+                data = pickle.dumps(given, pickle.HIGHEST_PROTOCOL)
+                return Task(self._begin.run, number, NO_SLOT, data, f"{number} ({reprlib.repr(given)})")
             except Exception as error:
                 add_note(error, f"task {number} could not be sent to a worker")
                 self._outcomes[number] = error
@@ -296,40 +296,40 @@ class Run(OnePass, Iterator[TreeT_co]):
         return nap
 
     def _answered(self, answer: Answer) -> None:
-        order, reply = answer
-        if order.run != self._begin.run:
-            self._slots.give_back(order.slot)
+        task, reply = answer
+        if task.run != self._begin.run:
+            self._slots.give_back(task.slot)
         elif isinstance(reply, Filled):
-            self._filled(order, reply.parts)
+            self._filled(task, reply.tree)
         elif isinstance(reply, Raised):
-            self._slots.give_back(order.slot)
-            self._outcomes[order.number] = _error(reply, order.words)
+            self._slots.give_back(task.slot)
+            self._outcomes[task.number] = _error(reply, task.words)
 
-    def _filled(self, order: Order, parts: bytes | None) -> None:
+    def _filled(self, task: Task, tree: bytes | None) -> None:
         try:
-            self._outcomes[order.number] = _InSlot(order.slot, None if parts is None else pickle.loads(parts))
+            self._outcomes[task.number] = _InSlot(task.slot, None if tree is None else pickle.loads(tree))
         except Exception as error:
-            self._slots.give_back(order.slot)
-            add_note(error, f"what fill gave beside its arrays could not be made here, for task {order.words}")
-            self._outcomes[order.number] = error
+            self._slots.give_back(task.slot)
+            add_note(error, f"what fill gave beside its arrays could not be made here, for task {task.words}")
+            self._outcomes[task.number] = error
 
     def _exited(self, ended: Exit) -> None:
         lost = ended.lost
         if lost is not None and lost.run != self._begin.run:
             self._slots.give_back(lost.slot)
             lost = None
-        for order in ended.waiting:
-            if order.run == self._begin.run:
-                self._again.append(order)
+        for task in ended.waiting:
+            if task.run == self._begin.run:
+                self._again.append(task)
             else:
-                self._slots.give_back(order.slot)
+                self._slots.give_back(task.slot)
         if lost is None:
             self._unsaid.append(f"{ended.words} while it had nothing to fill. Another takes its place")
         else:
             self._lose(lost, ended.words)
-        self._again.sort(key=lambda order: order.number)
+        self._again.sort(key=lambda task: task.number)
 
-    def _lose(self, lost: Order, words: str) -> None:
+    def _lose(self, lost: Task, words: str) -> None:
         tries = self._tries[lost.number] = self._tries.get(lost.number, 0) + 1
         if tries <= self._retries:
             self._again.append(lost)

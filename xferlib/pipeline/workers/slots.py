@@ -53,13 +53,13 @@ class Slots:
             if holder == FILLING and index not in taken:
                 self._holders[index] = FREE
 
-    def lease(self, index: int, parts: SlotTree | None) -> Any:
+    def lease(self, index: int, tree: SlotTree | None) -> Any:
         """Return the tree of arrays in a filled slot. The slot is free when none of them, and no view of any, is left."""
         number = next(self._numbers)
         raw = self._bytes[index]
         block = HostBlock(address_of(raw), raw.nbytes, (raw, self._returns.ticket(number)))
         self._holders[index] = number
-        return (parts or self._layout.whole).views(np.asarray(block))
+        return (tree or self._layout.whole).views(np.asarray(block))
 
     @property
     def all_held(self) -> bool:

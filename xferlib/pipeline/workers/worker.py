@@ -24,7 +24,7 @@ from xferlib.errors import add_note
 from xferlib.pipeline.workers.channel import receive, send
 from xferlib.pipeline.workers.layout import Bytes, SlotTree, marked
 from xferlib.pipeline.workers.memory import Descriptor, map_shared
-from xferlib.pipeline.workers.messages import Begin, Filled, Order, Raised, Ready, Reply
+from xferlib.pipeline.workers.messages import Begin, Filled, Raised, Ready, Reply, Task
 from xferlib.pipeline.workers.process import watch
 from xferlib.tree import PLAIN, path, rides_along
 
@@ -36,7 +36,7 @@ MOVED = "fill has renamed or taken out an array of its slot. Leave them where th
 
 
 def serve(parent: int, descriptor: Descriptor, whole: SlotTree, nbytes: int, slots: int, connection: socket.socket) -> None:
-    """Fill orders until the parent hangs up. `whole`: the full batch; `nbytes`: of each slot."""
+    """Fill slots until the parent hangs up. `whole`: the full batch; `nbytes`: of each slot."""
     # The parent is told of Ctrl-C as well, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -73,23 +73,23 @@ class _Filler:
         except Exception as error:
             self._broken = _raised(error)
 
-    def reply(self, order: Order) -> Reply:
+    def reply(self, task: Task) -> Reply:
         if self._broken is not None:
             return self._broken
-        slot = self._slots[order.slot]
+        slot = self._slots[task.slot]
         try:
-            task = pickle.loads(order.task)
+            given = pickle.loads(task.data)
             views = self._whole.views(slot)
             before = PLAIN.flatten(views)
-            value = self._fill(task, views)
-            parts = self._whole.returned(value, slot)
+            value = self._fill(given, views)
+            tree = self._whole.returned(value, slot)
             if value is None or isinstance(value, (int, np.integer)):
                 beside = _put_beside(views, *before)
                 if beside is not None:
-                    parts = (parts or self._whole)._replace(tree=beside)
+                    tree = (tree or self._whole)._replace(tree=beside)
             else:
                 _check_nothing_left(views, value)
-            return Filled(None if parts is None else _sent(parts))
+            return Filled(None if tree is None else _sent(tree))
         except BaseException as error:
             return _raised(error)
 
@@ -130,16 +130,16 @@ def _check_nothing_left(views: Any, value: Any) -> None:
             )
 
 
-def _sent(parts: SlotTree) -> bytes:
+def _sent(tree: SlotTree) -> bytes:
     try:
-        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(tree, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         add_note(error, "what fill gives beside its arrays could not be sent to the process that has the ring")
         raise
 
 
 def _nothing(task: Any, slot: Any) -> NoReturn:
-    raise AssertionError("an order came before its run began")
+    raise AssertionError("a task came before its run began")
 
 
 def _raised(error: BaseException) -> Raised:

@@ -10,21 +10,21 @@ RUN, RING, SLOTS, POOL, WORKER, PROCESS, LAYOUT, MEMORY = (
 )
 
 MUTANTS = [
-    (RUN, "        self._again.sort(key=lambda order: order.number)\n", ""),
+    (RUN, "        self._again.sort(key=lambda task: task.number)\n", ""),
     (RUN, "        if tries <= self._retries:", "        if tries < self._retries:"),
     (RUN, "            self._slots.keep_only(self._pool.taken())\n", ""),
     (RUN, 'self._retries = retries if on_death == "replace" else 0', "self._retries = retries"),
     (
         RUN,
-        "        if order.run != self._begin.run:\n            self._slots.give_back(order.slot)\n        elif",
+        "        if task.run != self._begin.run:\n            self._slots.give_back(task.slot)\n        elif",
         "        if order.run != self._begin.run:\n            pass\n        elif",
     ),
     (
         RUN,
-        "        elif isinstance(reply, Raised):\n            self._slots.give_back(order.slot)\n",
+        "        elif isinstance(reply, Raised):\n            self._slots.give_back(task.slot)\n",
         "        elif isinstance(reply, Raised):\n",
     ),
-    (RUN, "            else:\n                self._slots.give_back(order.slot)\n        if lost", "        if lost"),
+    (RUN, "            else:\n                self._slots.give_back(task.slot)\n        if lost", "        if lost"),
     (RUN, "        self._slots.give_back(lost.slot)\n        times", "        times"),
     (
         RUN,
@@ -92,11 +92,11 @@ MUTANTS = [
         "    if not isinstance(error, Exception):",
     ),
     (PROCESS, "        if self._run != begin.run:\n", "        if self._run < 0:\n"),
-    (LAYOUT, "        room = min((part.shape[0]", "        room = max((part.shape[0]"),
+    (LAYOUT, "        room = min((array.shape[0]", "        room = max((array.shape[0]"),
     (
         LAYOUT,
-        "        if offset >= 0:\n            part.view(slot)\n            return part",
-        "        part.view(slot)\n        return part",
+        "        if offset >= 0:\n            array.view(slot)\n            return array",
+        "        array.view(slot)\n        return array",
     ),
     (MEMORY, "fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW", "fcntl.F_SEAL_GROW"),
 ]
