@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     (TREE, "for number in range(spec.num_leaves) if number not in riders][index]", "for number in range(spec.num_leaves)][index]"),
     (TREE, "object.__setattr__(instance, field.name, value)", "setattr(instance, field.name, value)"),
-    (LAYOUT, "if nbytes > PACK_UP_TO_NBYTES:", "if nbytes >= PACK_UP_TO:"),
+    (LAYOUT, "if nbytes > PACK_UP_TO_NBYTES:", "if nbytes >= PACK_UP_TO_NBYTES:"),
     (LAYOUT, "max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT", "-(-nbytes // ALIGNMENT) * ALIGNMENT"),
     (LAYOUT, "runs.append((index, last))", "runs.append((0, last))"),
     (LAYOUT, "                self.numbers.append(len(self.sizes) - 1)", "                self.numbers.append(index)"),

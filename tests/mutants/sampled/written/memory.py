@@ -51,7 +51,7 @@ MUTANTS = [
     (
         POOL,
         "        if request.write_combined:\n            return",
-        "        if request.write_combined and request.size >= SMALL:\n            return",
+        "        if request.write_combined and request.size >= LARGE_FROM_NBYTES:\n            return",
     ),
     (POOL, "                gc.collect()\n                collected = True", "                collected = True"),
     (RANGES, "if after is not None and end not in self.segments:", "if after is not None:"),
