@@ -20,7 +20,7 @@ import safetensors.numpy
 import xferlib
 from tests.core.fakes import on_thread, until
 from xferlib.errors import TransferError
-from xferlib.files.ahead import Stretch, Unmapping
+from xferlib.files.ahead import FileRange, Unmapping
 from xferlib.memory.foreign import file_of, mapped
 from xferlib.stager import Stager
 
@@ -44,16 +44,16 @@ def path(tmp_path: Path) -> Path:
 
 
 class Advised:
-    """What the system is asked to read of a file: where each stretch begins and ends."""
+    """What the system is asked to read of a file: where each range begins and ends."""
 
     def __init__(self, end: int) -> None:
-        self.stretches: list[tuple[int, int]] = []
+        self.file_ranges: list[tuple[int, int]] = []
         self._end = end
         self._all = threading.Event()
 
     def __call__(self, descriptor: int, offset: int, nbytes: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        self.stretches.append((offset, offset + nbytes))
+        self.file_ranges.append((offset, offset + nbytes))
         if offset + nbytes >= self._end:
             self._all.set()
 
@@ -83,7 +83,7 @@ def places(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def covered(advised: Advised, start: int, end: int) -> bool:
-    for begin, finish in sorted(advised.stretches):
+    for begin, finish in sorted(advised.file_ranges):
         if begin <= start:
             start = max(start, finish)
     return start >= end
@@ -99,7 +99,7 @@ def test_what_is_not_in_the_cache_is_asked_for_and_nothing_else(
     assert {name: int(array[-1]) for name, array in got.items()} == {name: SIZES[name] for name in names}
     start, end = places(path)[names[0]][0], path.stat().st_size
     assert covered(advised, start, end)
-    assert all(start <= begin and until < end + (128 << 10) for begin, until in advised.stretches)
+    assert all(start <= begin and until < end + (128 << 10) for begin, until in advised.file_ranges)
 
 
 def test_what_is_in_the_cache_is_not_asked_for(stager: Stager, path: Path, advised: Advised) -> None:
@@ -110,7 +110,7 @@ def test_what_is_in_the_cache_is_not_asked_for(stager: Stager, path: Path, advis
         except OSError as error:
             pytest.skip(f"this file system does not tell what is in the cache: {error}")
     xferlib.load(path, stager)
-    assert advised.stretches == []
+    assert advised.file_ranges == []
 
 
 def reads_ahead() -> bool:
@@ -188,7 +188,7 @@ def test_where_not_all_bytes_are_needed_nothing_is_asked_for(
     is_cold(monkeypatch, BlockingIOError())
     got = xferlib.load(path, Parts())
     assert {name: int(array[0]) for name, array in got.items()} == SIZES
-    assert advised.stretches == []
+    assert advised.file_ranges == []
 
 
 def mapped_nbytes(path: Path) -> int:
@@ -207,13 +207,13 @@ def test_what_was_mapped_is_unmapped_behind(path: Path) -> None:
     with path.open("rb") as stream:
         raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     start, nbytes = 12_345, 9 * MIB
-    stretch = Stretch(0, start, nbytes, raw.ctypes.data + start)
+    file_range = FileRange(0, start, nbytes, raw.ctypes.data + start)
     assert raw[start : start + nbytes].tobytes() == data[start : start + nbytes]
     assert mapped_nbytes(path) >= nbytes
     with Unmapping() as behind:
-        behind([stretch._replace(nbytes=10), stretch._replace(nbytes=0)], raw)
+        behind([file_range._replace(nbytes=10), file_range._replace(nbytes=0)], raw)
         assert not unmaps()
-        behind([stretch], raw)
+        behind([file_range], raw)
         # Its first and its last page may have bytes of others, and the system maps some around a fault.
         assert until(lambda: mapped_nbytes(path) <= 2 * MIB)
     assert raw[start : start + nbytes].tobytes() == data[start : start + nbytes]
@@ -230,10 +230,10 @@ def test_a_mapping_is_held_while_it_is_unmapped(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ahead_module, "_madvise", slow)
     with path.open("rb") as stream:
         raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        stretch = Stretch(stream.fileno(), 0, raw.nbytes, raw.ctypes.data)
+        file_range = FileRange(stream.fileno(), 0, raw.nbytes, raw.ctypes.data)
         held = weakref.ref(raw)
         with Unmapping() as behind:
-            behind([stretch], raw)
+            behind([file_range], raw)
         # Nobody waits for it.
         del raw
         assert begun.wait(20)

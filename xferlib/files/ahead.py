@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar, final
 
 from xferlib.tickets import ticket
 
-__all__ = ["ReadAhead", "Stretch", "Unmapping"]
+__all__ = ["FileRange", "ReadAhead", "Unmapping"]
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Stretch(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of an open file, and where they are mapped, for as long as somebody holds the mapping."""
 
     descriptor: int
@@ -95,17 +95,17 @@ def _run(work: Callable[[T, list[None]], None], given: SimpleQueue[T | None], ov
 
 @final
 class ReadAhead:
-    """Has stretches read ahead, in order, until its `with` ends, or it is dropped. The files must be open until then."""
+    """Has ranges of files read ahead, in order, until its `with` ends, or it is dropped. The files must be open until then."""
 
     def __init__(self) -> None:
-        self._worker: _SerialThread[Stretch] = _SerialThread("xferlib-read-ahead", _read)
+        self._worker: _SerialThread[FileRange] = _SerialThread("xferlib-read-ahead", _read)
 
-    def __call__(self, stretches: Iterable[Stretch]) -> None:
-        """Have stretches read, which are in the order of their file. Returns at once."""
-        for stretch in _joined(stretches):
+    def __call__(self, file_ranges: Iterable[FileRange]) -> None:
+        """Have ranges read, which are in the order of their file. Returns at once."""
+        for file_range in _joined(file_ranges):
             # The system's own reading ahead is as good for less.
-            if stretch.nbytes >= LOOK_EVERY:
-                self._worker.give(stretch)
+            if file_range.nbytes >= LOOK_EVERY:
+                self._worker.give(file_range)
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -116,24 +116,24 @@ class ReadAhead:
 
 @final
 class Unmapping:
-    """Has the system forget where pages of stretches lie, of arrays that are no file to the engine. Readers find them again.
+    """Has the system forget where pages of file ranges lie, of arrays that are no file to the engine. Readers find them again.
 
     With pages of 4 KiB this takes 30 to 60 ms for each GiB: if it is left to the end, nothing is copied meanwhile, and whoever does
     it between two copies starts these late. So nobody waits for it: it goes on behind the end of a `with` that did not fail.
     """
 
     def __init__(self) -> None:
-        self._worker: _SerialThread[_Behind] = _SerialThread("xferlib-unmap", _unmap)
+        self._worker: _SerialThread[_Unmap] = _SerialThread("xferlib-unmap", _unmap)
 
-    def __call__(self, stretches: Iterable[Stretch], mapping: object) -> None:
-        """Unmap stretches, which are in the order of their file. Returns at once. `mapping` holds where they are mapped.
+    def __call__(self, file_ranges: Iterable[FileRange], mapping: object) -> None:
+        """Unmap ranges, which are in the order of their file. Returns at once. `mapping` holds where they are mapped.
 
         It must: other memory that comes there would lose what is in it.
         """
         # For less there is not enough to be saved.
-        joined = [stretch for stretch in _joined(stretches) if stretch.nbytes >= LEAST_UNMAPPED]
+        joined = [file_range for file_range in _joined(file_ranges) if file_range.nbytes >= LEAST_UNMAPPED]
         if joined:
-            self._worker.give(_Behind(joined, mapping))
+            self._worker.give(_Unmap(joined, mapping))
 
     def __enter__(self) -> Unmapping:
         return self
@@ -145,24 +145,24 @@ class Unmapping:
             self._worker.end()
 
 
-class _Behind(NamedTuple):
+class _Unmap(NamedTuple):
     """What is to be unmapped, and what holds the mapping until then."""
 
-    stretches: list[Stretch]
+    file_ranges: list[FileRange]
     mapping: object
 
 
-def _unmap(behind: _Behind, over: list[None]) -> None:
-    for stretch in behind.stretches:
+def _unmap(behind: _Unmap, over: list[None]) -> None:
+    for file_range in behind.file_ranges:
         if over:
             return
-        first = -(-stretch.address // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (stretch.address + stretch.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        first = -(-file_range.address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (file_range.address + file_range.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise(first, end - first, mmap.MADV_DONTNEED)
 
 
-def _read(stretch: Stretch, over: list[None]) -> None:
-    descriptor, start, nbytes, _ = stretch
+def _read(file_range: FileRange, over: list[None]) -> None:
+    descriptor, start, nbytes, _ = file_range
     for block in range(start, start + nbytes, LOOK_EVERY):
         if over:
             return
@@ -172,17 +172,17 @@ def _read(stretch: Stretch, over: list[None]) -> None:
             os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
 
 
-def _joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:
-    """Join stretches with little or nothing between them."""
-    first: Stretch | None = None
+def _joined(file_ranges: Iterable[FileRange]) -> Iterator[FileRange]:
+    """Join ranges with little or nothing between them."""
+    first: FileRange | None = None
     end = 0
-    for stretch in stretches:
-        if first is not None and first.descriptor == stretch.descriptor and 0 <= stretch.start - first.start <= end + ADVISED:
-            end = stretch.start + stretch.nbytes - first.start
+    for file_range in file_ranges:
+        if first is not None and first.descriptor == file_range.descriptor and 0 <= file_range.start - first.start <= end + ADVISED:
+            end = file_range.start + file_range.nbytes - first.start
             continue
         if first is not None:
             yield first._replace(nbytes=end)
-        first, end = stretch, stretch.nbytes
+        first, end = file_range, file_range.nbytes
     if first is not None:
         yield first._replace(nbytes=end)
 

@@ -1,7 +1,7 @@
 """Files of arrays to the device: what files hold is mapped into memory, not read, and put as it is.
 
 The files' pages are pageable memory to `put`, so files of any size pass through as much pinned memory as the stager may have. The
-engine reads runs of bytes from the file straight into its chunks, and other parts through the mapping. Arrays are put piece by
+engine reads runs of bytes from the file straight into its chunks, and other ranges through the mapping. Arrays are put piece by
 piece: while one is on its way, the system reads those behind it, and those before it are converted.
 """
 
@@ -20,9 +20,9 @@ import numpy as np
 
 from xferlib.checks import translated
 from xferlib.errors import AllocationError, CapabilityError, XferError
-from xferlib.files.ahead import ReadAhead, Stretch, Unmapping
+from xferlib.files.ahead import FileRange, ReadAhead, Unmapping
 from xferlib.files.dtypes import Conversions, DtypeRule
-from xferlib.files.names import Named, named
+from xferlib.files.names import NamedLeaves, named_leaves
 from xferlib.files.outcome import is_saved_to
 from xferlib.files.patterns import check_patterns
 from xferlib.files.progress import Tell, told
@@ -169,8 +169,8 @@ def load(
     for target in conversions.targets:
         puts.backend.check_dtype(target)
     trees = trees_of(puts.backend)
-    parts = None if like is None else named(trees, like)
-    wanted = (None if names is None else list(names)) if parts is None else parts.names
+    like_leaves = None if like is None else named_leaves(trees, like)
+    wanted = (None if names is None else list(names)) if like_leaves is None else like_leaves.names
     with ExitStack() as files:
         try:
             selection = select(path, wanted, files)
@@ -181,7 +181,7 @@ def load(
             raise FileNotFoundError(errno.ENOENT, why, error.filename) from error
         if selection.is_unnamed and names is not None:
             raise ValueError(f"{selection.shown} holds one array, without a name. Leave names out")
-        likes = {} if parts is None else _likes(selection, parts)
+        likes = {} if like_leaves is None else _likes(selection, like_leaves)
         ahead = files.enter_context(ReadAhead()) if puts.whole else None
         behind = files.enter_context(Unmapping())
         tell = files.enter_context(told(progress, selection.readers[0].file.name if len(selection.readers) == 1 else "files"))
@@ -189,10 +189,10 @@ def load(
         for argument, patterns in puts.patterns.items():
             check_patterns(argument, patterns, selection.known)
         # Now: whatever is refused here would be refused behind all that was put.
-        riders = [] if parts is None else _riders(selection, parts)
+        riders = [] if like_leaves is None else _riders(selection, like_leaves)
         found = _Load(selection, puts, conversions, trees, likes, tell, behind).run(ahead)
-        if parts is not None:
-            return unflatten(with_riders(parts.spec, riders), [found[name] for name in parts.names])
+        if like_leaves is not None:
+            return unflatten(with_riders(like_leaves.spec, riders), [found[name] for name in like_leaves.names])
     return next(iter(found.values())) if selection.is_unnamed else found
 
 
@@ -302,7 +302,7 @@ class _Load:
                     kinds[self._sizes[name] > SMALL, self._changes(reader, name)].append(name)
             # Small ones that stay share memory on the device, and would keep that of those that are converted.
             for (large, _), alike in kinds.items():
-                yield from self._cut(reader, alike, (0 if large else TOGETHER) if reader.in_memory else PIECE)
+                yield from self._split(reader, alike, (0 if large else TOGETHER) if reader.in_memory else PIECE)
 
     def _changes(self, reader: Reader, name: str) -> bool:
         if not self._conversions.targets:
@@ -310,7 +310,7 @@ class _Load:
         dtype = reader.dtype(name)
         return self._conversions.of(name, dtype) != dtype
 
-    def _cut(self, reader: Reader, names: list[str], most: int) -> Iterator[_OnePut]:
+    def _split(self, reader: Reader, names: list[str], most: int) -> Iterator[_OnePut]:
         """Iterate pieces of at most so many bytes, unless one array has more."""
         taken: list[str] = []
         nbytes = 0
@@ -361,7 +361,7 @@ class _Load:
         arrays = started.value
         del self._under_way[0], started
         # While the others are copied. The reader holds the mapping.
-        self._behind(_stretches(piece), piece.reader)
+        self._behind(_file_ranges(piece), piece.reader)
         self._found |= self._converted(piece, arrays)
         self._done += piece.nbytes
         self._told()
@@ -417,33 +417,33 @@ def _ahead(pieces: Iterator[_OnePut], ahead: ReadAhead | None) -> Iterator[_OneP
     waiting: deque[_OnePut] = deque()
     for piece in pieces:
         if ahead is not None:
-            ahead(_stretches(piece))
+            ahead(_file_ranges(piece))
         waiting.append(piece)
         if len(waiting) > AHEAD:
             yield waiting.popleft()
     yield from waiting
 
 
-def _stretches(piece: _OnePut) -> Iterator[Stretch]:
+def _file_ranges(piece: _OnePut) -> Iterator[FileRange]:
     """Iterate where the arrays of a piece are mapped."""
-    return (stretch for stretch in map(piece.reader.stretch, piece.names) if stretch is not None)
+    return (file_range for file_range in map(piece.reader.file_range, piece.names) if file_range is not None)
 
 
-def _likes(selection: Selection, parts: Named) -> dict[str, Any]:
+def _likes(selection: Selection, like_leaves: NamedLeaves) -> dict[str, Any]:
     """Return what `like` has for each array. Raises `ValueError` for a tree where the file's one array has no name."""
-    if selection.is_unnamed and parts.spec is not None:
+    if selection.is_unnamed and like_leaves.spec is not None:
         raise ValueError(f"{selection.shown} holds one array, and like is a tree")
-    likes = dict(zip(parts.names, parts.leaves, strict=True))
+    likes = dict(zip(like_leaves.names, like_leaves.leaves, strict=True))
     for name in likes:
         if name not in selection.arrays:
             raise ValueError(f"{selection.shown} has no array named {name!r}")
     return likes
 
 
-def _riders(selection: Selection, parts: Named) -> list[Any]:
+def _riders(selection: Selection, like_leaves: NamedLeaves) -> list[Any]:
     """Return what rode along when the files were saved, in the order of `like`."""
-    values = [reader.values() for reader in selection.readers] if parts.riders else []
-    return [_as(selection, name, values, value) for name, value in parts.riders.items()]
+    values = [reader.values() for reader in selection.readers] if like_leaves.riders else []
+    return [_as(selection, name, values, value) for name, value in like_leaves.riders.items()]
 
 
 def _as(selection: Selection, name: str, values: list[dict[str, Any]], like: Any) -> Any:
@@ -469,11 +469,11 @@ def _number(reader: Reader, name: str, like: Any) -> Any:
     Raises `ValueError` for an array that is none of the type of `like`.
     """
     array = reader.array(name)
-    stretch = reader.stretch(name)
-    if array.shape == () and stretch is not None:
+    file_range = reader.file_range(name)
+    if array.shape == () and file_range is not None:
         # Not through the mapping: where the file was cut off meanwhile, that would end the process.
-        raw = os.pread(stretch.descriptor, stretch.nbytes, stretch.start)
-        if len(raw) < stretch.nbytes:
+        raw = os.pread(file_range.descriptor, file_range.nbytes, file_range.start)
+        if len(raw) < file_range.nbytes:
             raise ValueError(f"{shown(reader.file)} was cut off while it was loaded")
         array = np.frombuffer(raw, array.dtype).reshape(())
     number = array.item() if array.shape == () else None

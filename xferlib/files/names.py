@@ -9,14 +9,14 @@ import optree
 
 from xferlib.tree import Mixed, Spec, Trees
 
-__all__ = ["ALONE", "Named", "named", "names_of"]
+__all__ = ["ALONE", "NamedLeaves", "named_leaves", "names_of"]
 
 ALONE = "array"
 """The name of an array that is no tree."""
 
 
 @final
-class Named(NamedTuple):
+class NamedLeaves(NamedTuple):
     """A tree taken apart. `names` are those of `leaves`; `riders` is what rides along, by name."""
 
     leaves: list[Any]
@@ -25,14 +25,14 @@ class Named(NamedTuple):
     riders: dict[str, Any]
 
 
-def named(trees: Trees, tree: Any) -> Named:
+def named_leaves(trees: Trees, tree: Any) -> NamedLeaves:
     """Take a tree apart. Raises `ValueError` where two of its leaves would have one name."""
     leaves, spec = trees.arrays(tree)
-    return Named(leaves, spec, *names_of(spec))
+    return NamedLeaves(leaves, spec, *names_of(spec))
 
 
 def names_of(spec: Spec) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of a tree's arrays, and what rides along, by name. Raises as `named`."""
+    """Return the names of a tree's arrays, and what rides along, by name. Raises as `named_leaves`."""
     if spec is None:
         return [ALONE], {}
     whole, riders = spec if isinstance(spec, Mixed) else (spec, {})

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from xferlib.errors import AllocationError
-from xferlib.files.ahead import Stretch
+from xferlib.files.ahead import FileRange
 from xferlib.files.formats import EXTENSIONS, INSTALL, PLAIN, SUFFIXES, VALUES
 from xferlib.files.names import ALONE
 from xferlib.memory.arrays import Array, address_of
@@ -94,7 +94,7 @@ class Reader(Protocol):
         """Return an array, which outlives the reader. Raises `ValueError` where it is damaged, `TypeError` where it is no array
         that NumPy has."""
 
-    def stretch(self, name: str) -> Stretch | None:
+    def file_range(self, name: str) -> FileRange | None:
         """Return where in the file an array's pages are; None for one that is read from front to back. Raises as `array`."""
 
     def values(self) -> dict[str, Any]:
@@ -176,9 +176,9 @@ class _Pages:
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], start: int, nbytes: int, order: Literal["C", "F"] = "C") -> Array:
         return self._mapped()[start : start + nbytes].view(dtype).reshape(shape, order=order)
 
-    def stretch(self, start: int, nbytes: int) -> Stretch:
+    def file_range(self, start: int, nbytes: int) -> FileRange:
         self._mapped()
-        return Stretch(self._stream.fileno(), start, nbytes, self._address + start)
+        return FileRange(self._stream.fileno(), start, nbytes, self._address + start)
 
     def _mapped(self) -> Array:
         if self._raw is None:
@@ -214,8 +214,8 @@ class _Npy:
     def array(self, name: str) -> Array:
         return self._array
 
-    def stretch(self, name: str) -> Stretch | None:
-        return self._pages.stretch(self._start, self._array.nbytes)
+    def file_range(self, name: str) -> FileRange | None:
+        return self._pages.file_range(self._start, self._array.nbytes)
 
     def values(self) -> dict[str, Any]:
         return {}
@@ -253,7 +253,7 @@ class _Npz:
 
         return self._of_member(name, read)
 
-    def stretch(self, name: str) -> Stretch | None:
+    def file_range(self, name: str) -> FileRange | None:
         # The system reads ahead by itself.
         return None
 
@@ -345,9 +345,9 @@ class _Safetensors:
         dtype = _dtype(self.file, name, kind)
         return _read(self.file, lambda: self._pages.array(shape, dtype, start, nbytes))
 
-    def stretch(self, name: str) -> Stretch | None:
+    def file_range(self, name: str) -> FileRange | None:
         tensor = self._tensors[name]
-        return _read(self.file, lambda: self._pages.stretch(tensor.start, tensor.nbytes))
+        return _read(self.file, lambda: self._pages.file_range(tensor.start, tensor.nbytes))
 
     def values(self) -> dict[str, Any]:
         values = _read(self.file, lambda: json.loads(self._metadata.get(VALUES, "{}")))

@@ -175,7 +175,7 @@ MUTANTS = [
     (LOAD, "    if not found:\n", "    if False:\n"),
     (LOAD, "    if type(value) is not type(like):", "    if False:"),
     (READERS, "        if not isinstance(values, dict):", "        if False:"),
-    (LOAD, "    if selection.is_unnamed and parts.spec is not None:", "    if False:"),
+    (LOAD, "    if selection.is_unnamed and like_leaves.spec is not None:", "    if False:"),
     (READERS, 'Path(f"/proc/self/fd/{stream.fileno()}")', "file"),
     (READER, "            self._wait(self._after)\n", ""),
     (READER, "                self._wait(after)\n", ""),

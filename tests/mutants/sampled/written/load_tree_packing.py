@@ -38,7 +38,7 @@ MUTANTS = [
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
     (AHEAD, "<= end + ADVISED", "<= -1"),
     (AHEAD, "        _madvise(first, end - first, mmap.MADV_DONTNEED)\n", ""),
-    (LOAD, "        self._behind(_stretches(piece), piece.reader)\n", ""),
+    (LOAD, "        self._behind(_file_ranges(piece), piece.reader)\n", ""),
     (DTYPES, 'dtype.kind == "f" or dtype.name in FLOATS', 'dtype.kind == "f"'),
     (FORMATS, '"C64": "complex64"', '"C64": "complex128"'),
     (FORMATS, '"F8_E4M3FNUZ": "float8_e4m3fnuz"', '"F8_E4M3FNUZ": "float8_e4m3fn"'),
