@@ -36,7 +36,7 @@ MOST_DTYPES = 64
 """Of arrays that are described together; of more, each array has one of its own."""
 
 
-class _Together(NamedTuple):
+class _SharedResults(NamedTuple):
     """Results that share pinned memory: its bytes, and for each result its index and its offset in there."""
 
     nbytes: int
@@ -48,12 +48,12 @@ class _Together(NamedTuple):
 class _ResultLayout:
     """How the results of one get lie: what shares memory, and what has its own."""
 
-    def __init__(self, alike: Sequence[ShapeDtype]) -> None:
-        self.alike = alike
-        self.shapes, self.dtypes = [shape for shape, _ in alike], [dtype for _, dtype in alike]
+    def __init__(self, described: Sequence[ShapeDtype]) -> None:
+        self.described = described
+        self.shapes, self.dtypes = [shape for shape, _ in described], [dtype for _, dtype in described]
         self.kinds = set(self.dtypes)
-        self.nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
-        self.groups: list[_Together] = []
+        self.nbytes = [math.prod(shape) * dtype.itemsize for shape, dtype in described]
+        self.groups: list[_SharedResults] = []
         self.alone: list[int] = []
         end = SHARED_NBYTES + 1
         for index, nbytes in enumerate(self.nbytes):
@@ -61,7 +61,7 @@ class _ResultLayout:
                 self.alone.append(index)
                 continue
             if end + nbytes > SHARED_NBYTES:
-                self.groups.append(_Together(0, [], []))
+                self.groups.append(_SharedResults(0, [], []))
                 end = 0
             group = self.groups[-1]
             group.indices.append(index)
@@ -118,7 +118,7 @@ class DeviceToHost:
         else:
             # If the stream waited for these arrays now, it would hold up the copies that earlier gets still have to start.
             self._jobs.wait_issued()
-            sources, after = self._each(self._backend.as_source, leaves, spec, stream, together=self._as_sources), None
+            sources, after = self._each(self._backend.as_source, leaves, spec, stream, place_all=self._as_sources), None
         if addresses is not None and not any(addresses) and None in addresses:
             assert given is not None
             transfers = [(source.address, array) for source, array in zip(sources, given, strict=True) if array.nbytes]
@@ -129,7 +129,7 @@ class DeviceToHost:
             # Before memory is asked for: mostly an earlier get is done, and its memory can be used again.
             self._d2h.reap()
         if given is None or addresses is None:
-            given, addresses = self._made(results)
+            given, addresses = self._result_memory(results)
             if behind:
                 # These go through chunks, too: a direct copy would enter the stream before those that are still to be started.
                 addresses = [None if address else address for address in addresses]
@@ -174,13 +174,13 @@ class DeviceToHost:
     def _described_together(self, leaves: list[Any]) -> list[ShapeDtype] | None:
         """Return shapes and dtypes as `_checked` does, in a fraction of its time. None: it is to be asked, and says why."""
         try:
-            alike = [(leaf.shape, leaf.dtype) for leaf in leaves]
+            described = [(leaf.shape, leaf.dtype) for leaf in leaves]
         except (AttributeError, TypeError):
             return None
-        if not self._as_numpy_does or {type(shape) for shape, _ in alike} != TUPLES:
+        if not self._as_numpy_does or {type(shape) for shape, _ in described} != TUPLES:
             return None
         # By identity: hashing a dtype takes longer than the rest.
-        dtypes = {id(dtype): dtype for _, dtype in alike}.values()
+        dtypes = {id(dtype): dtype for _, dtype in described}.values()
         if len(dtypes) > MOST_DTYPES or not all(isinstance(dtype, np.dtype) for dtype in dtypes):
             return None
         try:
@@ -188,12 +188,12 @@ class DeviceToHost:
                 self._host.check_dtype(dtype)
         except (TypeError, ValueError):
             return None
-        return alike
+        return described
 
     def _like_last(self, leaves: list[Any]) -> _ResultLayout | None:
         """Return how results lie if the arrays are like those of the last get: a training loop gets the same tree every step."""
         last = self._last
-        if not self._as_numpy_does or len(leaves) != len(last.alike):
+        if not self._as_numpy_does or len(leaves) != len(last.described):
             return None
         try:
             same = [leaf.shape for leaf in leaves] == last.shapes and [leaf.dtype for leaf in leaves] == last.dtypes
@@ -205,21 +205,21 @@ class DeviceToHost:
             self._host.check_dtype(dtype)
         return last
 
-    def _made(self, results: _ResultLayout) -> tuple[list[Array], list[int | None]]:
+    def _result_memory(self, results: _ResultLayout) -> tuple[list[Array], list[int | None]]:
         """Return memory to copy to, and its addresses; see `HostLeaf`."""
-        count = len(results.alike)
+        count = len(results.described)
         arrays: list[Any] = [None] * count
         addresses: list[int | None] = [None] * count
         for group in results.groups:
             self._pack(group, results, arrays, addresses)
         if results.alone:
-            alike = [results.alike[index] for index in results.alone]
-            for index, array in zip(results.alone, self._pool.results(alike), strict=True):
+            described = [results.described[index] for index in results.alone]
+            for index, array in zip(results.alone, self._pool.results(described), strict=True):
                 arrays[index] = array
                 addresses[index] = self._host.address(array)
         return arrays, addresses
 
-    def _pack(self, group: _Together, results: _ResultLayout, arrays: list[Any], addresses: list[int | None]) -> None:
+    def _pack(self, group: _SharedResults, results: _ResultLayout, arrays: list[Any], addresses: list[int | None]) -> None:
         """Enter arrays that lie together, each at an offset. Asking the pool for each one would take longer than its copy."""
         try:
             memory: Array | None = self._pool.empty((group.nbytes,), BYTES)
@@ -227,9 +227,9 @@ class DeviceToHost:
             memory = None
         # If there is no room for all of them together, there may be room for each by itself.
         start = None if memory is None else self._host.address(memory)
-        make, alike = np.ndarray, results.alike
+        make, described = np.ndarray, results.described
         for index, offset in zip(group.indices, group.offsets, strict=True):
-            shape, dtype = alike[index]
+            shape, dtype = described[index]
             if memory is None:
                 arrays[index] = array = self._pool.empty(shape, dtype)
                 addresses[index] = self._host.address(array)
@@ -297,7 +297,7 @@ class DeviceToHost:
 
     def _checked(self, leaves: list[Any], spec: Spec, outs: list[Any] | None) -> list[ShapeDtype]:
         """Check everything that needs no order before anything is ordered: a refused leaf must not hold up later transfers."""
-        alike: list[ShapeDtype] = []
+        described: list[ShapeDtype] = []
         known = None
         for index, leaf in enumerate(leaves):
             try:
@@ -308,13 +308,13 @@ class DeviceToHost:
                     known = dtype
                 if outs is not None:
                     check_out(outs[index], shape, dtype)
-                alike.append((shape, dtype))
+                described.append((shape, dtype))
             except (TypeError, ValueError) as error:
                 error.add_note(f"at {path(spec, index)}")
                 raise
         if outs is not None and len(outs) > 1:
             check_apart([(address_of(array), array.nbytes) for array in outs], "out")
-        return alike
+        return described
 
     def _described(self, leaf: Any) -> ShapeDtype:
         described = self._describe(leaf)
@@ -334,7 +334,7 @@ class DeviceToHost:
 
         The engine makes the stream wait for it directly before its first copy, so that no other get waits.
         """
-        sources = self._each(self._backend.place, leaves, spec, stream, together=self._places)
+        sources = self._each(self._backend.place, leaves, spec, stream, place_all=self._places)
         after = self._backend.mark(stream)
         if direct:
             # Some arrays are copied at once, without the engine.
@@ -350,10 +350,10 @@ class DeviceToHost:
         spec: Spec | None,
         stream: object | None,
         *,
-        together: Any = None,
+        place_all: Any = None,
     ) -> list[DeviceRange]:
-        if together is not None and len(leaves) > 1:
-            found: list[DeviceRange] | None = together(leaves, stream)
+        if place_all is not None and len(leaves) > 1:
+            found: list[DeviceRange] | None = place_all(leaves, stream)
             if found is not None:
                 return found
         sources: list[DeviceRange] = []
@@ -424,7 +424,7 @@ class DeviceToHost:
         return total
 
 
-def pinned_nbytes(alike: Sequence[ShapeDtype]) -> int:
+def pinned_nbytes(described: Sequence[ShapeDtype]) -> int:
     """Return how much pinned memory the results of one get take, at least: what is large has pages of its own."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in alike]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in described]
     return sum([round_up(nbytes, PAGE if nbytes >= LARGE_FROM_NBYTES else ALIGNMENT) for nbytes in sizes])

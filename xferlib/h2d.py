@@ -129,7 +129,7 @@ class HostToDevice:
             event, value = self._by_engine(leaves, packing, packed, (block, lease), spec)
         try:
             if value is None:
-                value = self._made(packing, [(block, lease)], spec, event)
+                value = self._make_arrays(packing, [(block, lease)], spec, event)
             transfer = Transfer(value, event, self._failures, False, streams.__setitem__)
             if stream is not None:
                 transfer.stream_wait(stream)
@@ -148,7 +148,7 @@ class HostToDevice:
                 job = begun[0]
                 if job.event is not None and self._makes_meanwhile:
                     # The making takes as long as the copies.
-                    value = self._made(packing, [lease], spec, job.event)
+                    value = self._make_arrays(packing, [lease], spec, job.event)
                 self._staging.wait_issued(job)
                 event = job.enqueued()
                 self._h2d.nbytes += packed.nbytes
@@ -242,7 +242,7 @@ class HostToDevice:
         try:
             if into is None:
                 self._blocks.settle_posted()
-            value = self._made(packing, leases, spec, event) if into is None else into
+            value = self._make_arrays(packing, leases, spec, event) if into is None else into
             note_stream = streams.__setitem__ if into is None else partial(self._note_stream, overwritten)
             transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             transfer._in_place = any(map(_ADDRESS, sources))
@@ -295,7 +295,7 @@ class HostToDevice:
 
         def make() -> Any:
             refuse_finalizers(self._backend)
-            return self._made(packing, leases, spec, copy.enqueued())
+            return self._make_arrays(packing, leases, spec, copy.enqueued())
 
         transfer = Transfer(LazyValue(make), copy, (Exception,), False, streams.__setitem__)
         transfer._in_place = bool(pinned)
@@ -325,7 +325,7 @@ class HostToDevice:
             leases.append(self._blocks.lease(size, streams))
         return leases
 
-    def _made(self, packing: Packing, leases: list[Lease], spec: Spec, event: Event) -> Any:
+    def _make_arrays(self, packing: Packing, leases: list[Lease], spec: Spec, event: Event) -> Any:
         arrays: list[Any] = [None] * packing.count
         for (block, lease), indices, places in zip(leases, packing.indices, packing.places, strict=True):
             if len(places) == 1:
