@@ -274,7 +274,7 @@ def test_a_fork_while_another_thread_plans_a_layout_leaves_the_child_nothing_to_
         warnings.simplefilter("ignore")
         planning, go_on = threading.Event(), threading.Event()
         def trace(frame, event, arg):
-            if frame.f_code.co_filename.endswith("packing.py") and frame.f_code.co_name.endswith("run"):
+            if frame.f_code.co_filename.endswith("packing.py") and frame.f_code.co_name == "_packed":
                 planning.set()
                 go_on.wait(8)
         def put():
