@@ -33,7 +33,7 @@ SHARED_NBYTES = 1 << 20
 """At most so much shares memory. So if one of many results is kept, it keeps no more than these."""
 TUPLES: set[type] = {tuple}
 MOST_DTYPES = 64
-"""Of arrays that are described together; of more, each array has one of its own."""
+"""Objects, of arrays that are described together. Where there are more, each array has a dtype object of its own."""
 
 
 class _SharedResults(NamedTuple):

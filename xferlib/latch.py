@@ -1,5 +1,5 @@
-"""Waiting for another thread: for a change that it tells of, or for a point that it reaches. And what else threads owe each other:
-to give way, to take what has failed for over, and not to wait for copies on a thread that makes them.
+"""Waiting for another thread: for a change that it tells of, or for a point that it reaches. Three smaller rules between threads
+are in here, too: when one gives way, that what has failed is over, and that a thread which makes copies must not wait for them.
 
 `threading.Event` and `threading.Condition` are written in Python: an interrupt (Ctrl-C) inside their `wait` or `set` may leave
 their lock held for ever, and hang whoever comes next. Here nothing is held: an interrupt may come anywhere, and a finalizer may run

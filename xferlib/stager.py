@@ -92,7 +92,7 @@ class Stager:
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
         self._resources = resources = StagerResources(backend)
-        # First: whatever happens from here on, the resources that there are by then are given back.
+        # First: whatever happens from here on, all resources that exist by then are given back.
         self._ticket: object = closed_when_dropped(resources.close)
         self.backend = backend
         self._failures = resources.failures

@@ -55,7 +55,7 @@ class LazyValue(Generic[TreeT]):
 FIRST_NAP_SECONDS = 20e-6
 LONGEST_NAP_SECONDS = 1e-3
 SPIN_SECONDS = 200e-6
-"""So long an awaited transfer is asked for at each turn of the event loop, whose naps are no shorter than a millisecond."""
+"""For so long, each turn of the event loop asks whether an awaited transfer is done. Its naps are no shorter than a millisecond."""
 LONGEST_AWAITED_NAP_SECONDS = 10e-3
 
 

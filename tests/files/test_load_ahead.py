@@ -252,7 +252,7 @@ def test_a_load_does_without_threads_of_its_own(stager: Stager, path: Path, monk
 
 
 def test_arrays_are_read_from_the_file_and_no_page_is_mapped(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
+    monkeypatch.setattr(load_module, "PIECE_NBYTES", 5 * MIB)
     # The first one to be asked holds up nothing that would unmap.
     monkeypatch.setattr(ahead_module, "_madvise", lambda *_: None)
     before, looks = open_files(), []
@@ -301,7 +301,7 @@ def test_a_transfer_that_is_kept_keeps_no_file_mapped(stager: Stager, path: Path
 
 def test_a_file_that_loses_a_few_bytes_meanwhile_is_an_error(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than a page has: a mapping would have zeros there."""
-    monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
+    monkeypatch.setattr(load_module, "PIECE_NBYTES", 5 * MIB)
     size = path.stat().st_size
 
     def cut(done: int, total: int) -> None:
@@ -338,7 +338,7 @@ def test_pages_of_arrays_that_are_on_the_device_are_unmapped_while_others_are_pu
     stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise all of it is left to the end, when nothing is copied any more."""
-    monkeypatch.setattr(load_module, "PIECE", 5 * MIB)
+    monkeypatch.setattr(load_module, "PIECE_NBYTES", 5 * MIB)
     # At the end nothing is left but pages around the ends.
     looks: list[bool] = []
 

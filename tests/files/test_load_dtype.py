@@ -127,8 +127,8 @@ def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, m
     arrays |= {f"half {number}": np.zeros((1 << 19) + number, np.float16) for number in range(2)}
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
     largest = max(array.nbytes for array in arrays.values())
-    monkeypatch.setattr("xferlib.files.load.PIECE", 1 << 20)
-    monkeypatch.setattr("xferlib.files.load.GIVEN_BACK", 2 << 20)
+    monkeypatch.setattr("xferlib.files.load.PIECE_NBYTES", 1 << 20)
+    monkeypatch.setattr("xferlib.files.load.TRIM_AFTER_NBYTES", 2 << 20)
     with xferlib.stager("host", strict=True) as stager:
         got = xferlib.load(tmp_path / "a.safetensors", stager, dtype="float16")
         kept = sum(array.nbytes for array in arrays.values() if array.dtype == np.float16)

@@ -37,7 +37,7 @@ def stager() -> Iterator[Stager]:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of six pieces."""
-    monkeypatch.setattr("xferlib.files.load.PIECE", NBYTES)
+    monkeypatch.setattr("xferlib.files.load.PIECE_NBYTES", NBYTES)
     path = tmp_path / "weights.safetensors"
     safetensors.numpy.save_file(ARRAYS, path)
     return path

@@ -1,5 +1,5 @@
 """Files are read into the system's cache in front of the copies, and what was mapped of them is unmapped behind these, on threads:
-otherwise copies wait for the disk, and whoever starts them for the system's tables.
+otherwise copies would wait for the disk, and the thread that starts them would wait while the system takes pages out of its tables.
 
 It is advice to the system, and may come late or not at all: the copies are right without it.
 """

@@ -38,18 +38,18 @@ __all__ = ["Puts", "load"]
 
 T = TypeVar("T")
 
-SMALL = 64 << 10
+SMALL_NBYTES = 64 << 10
 """Bytes. So small ones are put together: some frameworks need a compilation for each group of them."""
-PIECE = 128 << 20
+PIECE_NBYTES = 128 << 20
 """Bytes of arrays that are put at once, unless one array has more: enough that nothing waits between two of them."""
-TOGETHER = 8 << 20
+SMALL_AT_ONCE_NBYTES = 8 << 20
 """Bytes of small arrays that are read into memory, and put at once."""
-GIVEN_BACK = 1 << 30
-"""Bytes of arrays that were converted: then their memory is given back. The next ones may be of another size, and the framework,
-which makes what they become, has a pool of its own."""
-AHEAD = 2
-"""Pieces on their way at once, and pieces that are read in front of these; of arrays that are read into memory, one beside that
-which is being read."""
+TRIM_AFTER_NBYTES = 1 << 30
+"""Bytes. When so much was converted, the memory of the arrays before conversion is given back: the next ones may be of another
+size, and what they become is made by the framework, which has a pool of its own."""
+PIECES_AHEAD = 2
+"""So many pieces are on their way at once, and as many are read ahead of these. Of arrays that are read into memory, one piece is
+on its way while the next is read."""
 
 
 class Started(Protocol):
@@ -272,7 +272,7 @@ class _Load:
     def _load(self, ahead: ReadAhead | None) -> None:
         for piece in _ahead(self._pieces(), ahead):
             arrays = {name: self._array(piece.reader, name) for name in piece.names}
-            while len(self._under_way) >= (1 if piece.reader.in_memory else AHEAD):
+            while len(self._under_way) >= (1 if piece.reader.in_memory else PIECES_AHEAD):
                 self._finish_oldest()
             self._under_way.append((piece, self._put(piece, arrays)))
             # Otherwise the next one would be read while this name still has the last.
@@ -299,10 +299,10 @@ class _Load:
             kinds: dict[tuple[bool, bool], list[str]] = {(False, False): [], (False, True): [], (True, False): [], (True, True): []}
             for name in reader.names:
                 if name in wanted:
-                    kinds[self._sizes[name] > SMALL, self._changes(reader, name)].append(name)
+                    kinds[self._sizes[name] > SMALL_NBYTES, self._changes(reader, name)].append(name)
             # Small ones that stay share memory on the device, and would keep that of those that are converted.
             for (large, _), alike in kinds.items():
-                yield from self._split(reader, alike, (0 if large else TOGETHER) if reader.in_memory else PIECE)
+                yield from self._split(reader, alike, (0 if large else SMALL_AT_ONCE_NBYTES) if reader.in_memory else PIECE_NBYTES)
 
     def _changes(self, reader: Reader, name: str) -> bool:
         if not self._conversions.targets:
@@ -380,7 +380,7 @@ class _Load:
         if changed:
             with translated(self._puts.backend.failures, "arrays could not be converted"):
                 self._puts.wait(changed)
-        if self._gone >= GIVEN_BACK:
+        if self._gone >= TRIM_AFTER_NBYTES:
             self._puts.trim()
             self._gone = 0
         return arrays
@@ -419,7 +419,7 @@ def _ahead(pieces: Iterator[_OnePut], ahead: ReadAhead | None) -> Iterator[_OneP
         if ahead is not None:
             ahead(_file_ranges(piece))
         waiting.append(piece)
-        if len(waiting) > AHEAD:
+        if len(waiting) > PIECES_AHEAD:
             yield waiting.popleft()
     yield from waiting
 

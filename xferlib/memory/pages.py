@@ -41,8 +41,8 @@ LEAST_MAPPING_NBYTES, MOST_MAPPING_NBYTES = 4 << 20, 8 << 20
 that wrote to 4 GiB of new memory, 2 MiB at a time, wrote 5.3 GB/s to mappings of 64 MiB, 8.8 to such of 14,
 15.6 to such of 8 and 16.3 to such of 4."""
 MOST_MAPPINGS = 4096
-"""For so many they are as small as that. The more memory the process has of us, the larger are those that follow: the kernel lets
-it have 65,530 in all (`vm.max_map_count`), and everything else wants some. 2 TiB take 22,000."""
+"""Up to so many are as small as that. Those that follow are larger, the more memory of ours the process has: the kernel allows it
+65,530 mappings in all (`vm.max_map_count`), and everything else needs some, too. 2 TiB of ours take 22,000."""
 MOST_THREADS = 8
 """More of them fetch pages no faster."""
 AVAILABLE_SECONDS = 0.1

@@ -54,8 +54,8 @@ UNLOCKED_FROM_NBYTES = 8 << 20
 """If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
 through chunks."""
 MOST_LOOKS = 100
-"""How often it is looked for room that staging would give back, though nothing is seen in flight, before it is said that there is
-none: other threads may use their memory again and again, each time just when they are asked."""
+"""How often a request looks again before it says that there is no room, where staging has memory that it would give back, and
+nothing is in flight: other threads may use that memory again and again, each time just when they are asked for it."""
 
 
 _NEW = tuple.__new__

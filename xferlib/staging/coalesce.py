@@ -26,9 +26,9 @@ class CoalescedCopy(NamedTuple):
     nbytes: int
     arrays: Sequence[Array]
     dtype: np.dtype[Any] | None = None
-    """Of all arrays, where they are several; None: those are bytes."""
+    """The dtype of all arrays, where there are several; None: they are taken as bytes."""
     foreign: bool = False
-    """Whether some of several arrays may lie in memory that is not NumPy's own, such as a file's. What is contiguous is bytes."""
+    """Whether some of several arrays may lie in memory that is not NumPy's own, but a file's. Contiguous ones are bytes then."""
 
 
 class Placed(NamedTuple):
@@ -90,7 +90,8 @@ def copy_in(coalesced: CoalescedCopy, into: Array) -> None:
         np.concatenate(arrays, axis=None, out=into if coalesced.dtype is None else into.view(coalesced.dtype))
         return
     (array,) = arrays
-    np.copyto(into if array.dtype is BYTES and array.ndim == 1 else _shaped(into, array), array)
+    flat = array.dtype is BYTES and array.ndim == 1
+    np.copyto(into if flat else np.ndarray(array.shape, array.dtype, buffer=into), array)
 
 
 def _as_bytes(array: Array) -> Array:
@@ -100,7 +101,3 @@ def _as_bytes(array: Array) -> Array:
     except ValueError:
         # Not contiguous: copied now, and once more. It is small.
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _shaped(memory: Array, like: Array) -> np.ndarray[Any, Any]:
-    return np.ndarray(like.shape, like.dtype, buffer=memory)

@@ -29,7 +29,8 @@ from xferlib.protocol import DeviceRange, Event, HostStager, Stream
 __all__ = ["FILLED", "SmallGets"]
 
 FEWER_NBYTES = 256 << 10
-"""What one get may have where the pool's limit has no room for more; if it has not even for this, the engine makes all gets."""
+"""What one get may have where the pool's limit has no room for more. Where it has no room even for this, the engine makes all
+gets."""
 MOST_ARRAYS = 16
 """Each is a copy of its own, and the driver takes microseconds for it."""
 PRODUCER_SECONDS = 10e-6
@@ -38,8 +39,8 @@ it."""
 COPY_SECONDS = 200e-6
 """How long the caller waits for the copies. They take a tenth of that unless others use the link."""
 ASK_AGAIN_AFTER_GETS = 256
-"""So many the engine makes while there is no memory for the short way, before it is asked for again: by then they have taken as
-long as it takes to page-lock it, and what others needed it for is mostly over."""
+"""If there is no memory for small gets, the engine makes so many before the pool is asked for it again. By then they have taken as
+long as page-locking it takes, and mostly nobody else needs it any more."""
 
 
 @final
