@@ -186,10 +186,10 @@ class ByteReader:
         driver = self._driver
         if driver is not None and len(sources) > 1:
             # Otherwise this thread would have the interpreter most of the time, and a thread that launches work would wait for it.
-            device = np.array([source.address for source in sources], np.uint64)
-            device += starts.astype(np.uint64)
+            addresses = np.array([source.address for source in sources], np.uint64)
+            addresses += starts.astype(np.uint64)
             stream = driver.streams[D2H]
-            status = library().xe_copies_d2h(driver.calls, stream, address, address_of(device), address_of(sizes), len(sources))
+            status = library().xe_copies_d2h(driver.calls, stream, address, address_of(addresses), address_of(sizes), len(sources))
             if status:
                 raise driver.failure(status)
             return

@@ -415,11 +415,11 @@ class DeviceToHost:
         """Start the copies to pinned memory, and return their bytes; enter the others in `pageable`."""
         total = 0
         copy = self._backend.copy_d2h
-        for (device, nbytes, _, _), array, address in zip(sources, outs, addresses, strict=True):
+        for (device_address, nbytes, _, _), array, address in zip(sources, outs, addresses, strict=True):
             if address is None:
-                pageable.append((device, array))
+                pageable.append((device_address, array))
             elif address:
-                copy(address, device, nbytes)
+                copy(address, device_address, nbytes)
                 total += nbytes
         return total
 

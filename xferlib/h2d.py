@@ -166,7 +166,11 @@ class HostToDevice:
     # One array, without the lists that `start` makes: they would take half of the time of a small transfer.
 
     def one(self, array: Array, stream: object | None, borrow: object, spec: Spec = None, into: Any = None) -> Transfer:
-        """Put one array into fresh memory, or `into` one of the caller's. `spec`: the tree whose only array it is."""
+        """Put one array into fresh memory, or `into` one of the caller's. `spec`: the tree whose only array it is.
+
+        In this order: where the array lies (`HostMemory.address`); a block for it (`DevicePool.lease`); the copy; an event behind
+        it, in flight (`InFlight.add`); the array over the block; the transfer.
+        """
         # All in line: two calls fewer save a twentieth of the time.
         if array.dtype not in self._dtypes:
             self._host.check_dtype(array.dtype)
@@ -390,13 +394,13 @@ class HostToDevice:
                     continue
                 self._order_after(entry.event, ledger, entry.event)
 
-    def _order_after(self, event: Event | None, ledger: Ledger, end: Event) -> None:
+    def _order_after(self, event: Event | None, ledger: Ledger, completion: Event) -> None:
         if event is not None and ledger.backend_device == self._ledger.backend_device:
             self._backend.order_h2d(event)
             return
         with suppress(Exception):
             # A copy that failed does not use it any more, and whoever holds the transfer is told.
-            end.synchronize()
+            completion.synchronize()
 
     def _begin(
         self,

@@ -137,7 +137,7 @@ def _start_one(thread: threading.Thread, refused: Callable[[RuntimeError], objec
         refused(error)
 
 
-def _end() -> None:
+def _note_exit() -> None:
     """At interpreter exit: from here on every call is made on the thread that asks for it."""
     global _over
     _over = True
@@ -150,5 +150,5 @@ def _forget() -> None:
     _free_starters.clear()
 
 
-atexit.register(_end)
+atexit.register(_note_exit)
 os.register_at_fork(after_in_child=_forget)

@@ -83,7 +83,7 @@ MUTANTS = [
     (WRITING, 'name="xferlib-save", daemon=self._by_daemons', 'name="xferlib-save", daemon=True'),
     (WRITING, "        if not started:\n            self._run()", ""),
     (WRITING, "range(wanted - max(1, started))", "range(wanted - started)"),
-    (WRITING, "        self._reader.hand_over()\n", ""),
+    (WRITING, "            self._reader.hand_over()\n", ""),
     (WRITING, "        self._reader.join()\n", ""),
     (WRITING, "            self._reader.leave()\n", ""),
     (OUTCOME, "while self.error is None and _goes_on(number):", "while _goes_on(number):"),

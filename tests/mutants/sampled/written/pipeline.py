@@ -45,7 +45,7 @@ MUTANTS = [
     (
         RING,
         "            with suppress(TransferError):\n                completion.synchronize()\n            self._land",
-        "            end.synchronize()\n            self._land",
+        "            completion.synchronize()\n            self._land",
     ),
     (RING, "            if self._idle or self._put or self._closed:", "            if self._idle or self._put:"),
     (RING, "[leaf[: self._rows] for leaf in leaves]", "[leaf[: self._rows] if self._rows else leaf for leaf in leaves]"),

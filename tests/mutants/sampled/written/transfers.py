@@ -119,7 +119,11 @@ MUTANTS = [
         "        return self._arrays() if self._on_host else self.value",
         "        return self._arrays()",
     ),
-    (GETS, "elif address:\n                copy(address, device, nbytes)", "else:\n                copy(address, device, nbytes)"),
+    (
+        GETS,
+        "elif address:\n                copy(address, device_address, nbytes)",
+        "else:\n                copy(address, device_address, nbytes)",
+    ),
     (
         STAGER,
         "            self._ledger.reap()\n            self._staging.release()\n            self._pool.trim()",

@@ -17,7 +17,7 @@ MUTANTS = [
     (
         RUN,
         "        if task.run != self._begin.run:\n            self._slots.give_back(task.slot)\n        elif",
-        "        if order.run != self._begin.run:\n            pass\n        elif",
+        "        if task.run != self._begin.run:\n            pass\n        elif",
     ),
     (
         RUN,
