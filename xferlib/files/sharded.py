@@ -25,7 +25,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import HostStager
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
-from xferlib.tree import Alike, path, trees_of
+from xferlib.tree import ShapeDtype, path, trees_of
 
 __all__ = ["ShardedArrays", "ShardedReader"]
 
@@ -99,7 +99,7 @@ class ShardedReader:
             except (TypeError, ValueError) as error:
                 error.add_note(f"at {path(self.spec, index)}")
                 raise
-        self.described: list[Alike] = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+        self.described: list[ShapeDtype] = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.described]
         self._arrays: ShardedArrays | None = arrays
         readers: dict[int, ByteReader] = {}
