@@ -229,7 +229,6 @@ def loaders(results: Results) -> Table:
         ours("`xferlib.prefetch` from pinned slots", "pinned slots"),
         ours("`xferlib.prefetch` from pageable memory", "pageable"),
         ours(f"`SharedRing`, four workers that copy every batch anew (alone: {alone})", "4 workers"),
-        theirs("Grain, `device_put` in two threads", "grain device_put"),
         theirs("torch `DataLoader`, four workers, pinned; tensors in shared memory beforehand", "torch DataLoader, shared tensors"),
         theirs("Flax `prefetch_to_device`", "flax prefetch_to_device"),
     ]
@@ -335,7 +334,6 @@ def first_get(results: Results) -> Table:
             "longest step of another thread, us: quiet / beside the first",
         ],
         row("CuPy", "cupy"),
-        row("Numba", "numba"),
         row("JAX", "jax"),
     ]
 

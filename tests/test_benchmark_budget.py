@@ -207,9 +207,14 @@ def test_only_who_asks_for_it_writes_into_what_the_pages_are_made_from(
         return 0
 
     monkeypatch.setattr(command, "run", run)
-    for words in (["--json"], ["--record"], ["--json", "x.json", "--minutes", "2"]):
+    for words in (["--json"], ["--record"], ["--record", "--full"], ["--json", "x.json", "--minutes", "2"]):
         assert command.main(["--backend", "host", *words]) == 0
-    assert asked == [(command.TO_SCRATCH, False, None), (command.TO_RESULTS, True, None), ("x.json", False, 2.0)]
+    assert asked == [
+        (command.TO_SCRATCH, False, None),
+        (command.TO_RESULTS, False, None),
+        (command.TO_RESULTS, True, None),
+        ("x.json", False, 2.0),
+    ]
     assert command._file(command.TO_SCRATCH, "a-gpu") == command.ROOT / "build" / "benchmarks" / "a-gpu.json"
     assert command._file(command.TO_RESULTS, "a-gpu") == command.ROOT / "benchmarks" / "results" / "a-gpu.json"
     for wrong in (["--record", "--json"], ["--minutes", "0"]):
