@@ -193,7 +193,8 @@ class _Shared:
         watch = _Watch(ticket, self._dropped.put)
         watch.number = number
         self._watches[number] = watch
-        row = self._rows[number] = _Row(keep)
+        # As the program ends nobody comes next, and if this module was imported only then, nobody closes what is kept.
+        row = self._rows[number] = _Row(keep and threading.main_thread().is_alive())
         try:
             # An interrupt would lose a stager between its opening and its entry.
             uninterrupted(self._fill, number, row, devices)

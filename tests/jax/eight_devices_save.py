@@ -384,8 +384,9 @@ array = jax.device_put(np.arange(1 << 20, dtype=np.int32).reshape(1024, 1024), N
 xferlib_jax.save({str(tmp_path / "a.npy")!r}, array, memory=100_000)
 """
     late = "import atexit\n@atexit.register\ndef last():\n" + "".join(f"    {line}\n" for line in program.splitlines() if line)
-    for code in (program, late):
-        done = children.run([sys.executable, "-W", "always", "-c", "import xferlib_jax\nxferlib_jax.save\n" + code], seconds=100)
+    # All of the package is there before the end, or only its front, which every call imports the rest for.
+    for code in (program, "import xferlib_jax\nxferlib_jax.save\n" + late, "import xferlib_jax\n" + late):
+        done = children.run([sys.executable, "-W", "always", "-c", code], seconds=100)
         assert (done.returncode, done.stderr) == (0, "")
         assert np.array_equal(np.load(tmp_path / "a.npy").ravel(), np.arange(1 << 20))
         (tmp_path / "a.npy").unlink()
