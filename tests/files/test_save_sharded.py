@@ -225,6 +225,24 @@ def test_memory_is_that_of_all_stagers_in_turn_or_of_one_that_has_room(tmp_path:
         assert sum(stager.stats().pinned_nbytes for stager in stagers) - sum(before) <= MIB
 
 
+@pytest.mark.parametrize("busy", range(3))
+def test_memory_is_waited_for_where_something_in_flight_will_make_room(stagers: list[Stager], busy: int) -> None:
+    array = bits((100,), np.dtype(np.uint8))
+    reader = ShardedReader(Cut(stagers), [array] * 3, snapshot=False)
+    backend: Any = stagers[busy].backend
+    kept = [stager.empty_pinned(64 * MIB, np.uint8) for number, stager in enumerate(stagers) if number != busy]
+    with held(backend.d2h) as gate:
+        stagers[busy].get(array, out=stagers[busy].empty_pinned(64 * MIB, np.uint8)[:100])
+        emptying = on_thread(lambda: reader.empty(MIB))
+        with pytest.raises(TimeoutError):
+            emptying.result(0.05)
+        gate.set()
+        memory = emptying.result(20)
+    assert stagers[busy]._pool.contains(address_of(memory), memory.nbytes)
+    reader.close()
+    del kept
+
+
 def breaks(stager: Stager, monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
     """Have one of its copies fail to start."""
     calls, copy = itertools.count(), stager.backend.copy_d2h

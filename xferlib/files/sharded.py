@@ -116,10 +116,11 @@ class ShardedReader:
         self._turns = itertools.cycle(list(self._readers))
 
     def empty(self, nbytes: int, *, wait: bool = True) -> Array:
-        """Return memory of each stager's pool in turn, or of one that has room."""
-        for _ in self._readers:
-            with suppress(AllocationError):
-                return next(self._turns).empty(nbytes, wait=False)
+        """Return memory of each stager's pool in turn, or of one that has room, or where something in flight will make some."""
+        for waits in (False, True) if wait else (False,):
+            for _ in self._readers:
+                with suppress(AllocationError):
+                    return next(self._turns).empty(nbytes, wait=waits)
         return next(self._turns).empty(nbytes, wait=wait)
 
     def read_row(self, arrays: Numbers, skipped: int, nbytes: int, out: Array) -> _ShardedRead:
