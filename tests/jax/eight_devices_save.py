@@ -298,6 +298,8 @@ def test_what_cannot_be_saved_is_refused_at_the_call_with_its_place(tmp_path: Pa
         xferlib_jax.save(tmp_path / "a.bin", array)
     with pytest.raises(ValueError, match=r"stagers: there is none on .*, over which"):
         xferlib_jax.save(path, array, stagers=stagers[:7])
+    with pytest.raises(TypeError, match=r"expected a path\. The order is save\(path, tree\)$"):
+        xferlib_jax.save({"a": array}, path)
     with pytest.raises(TypeError, match="inside a function that JAX traces"):
         jax.jit(lambda x: xferlib_jax.save(path, x))(array)
     with jax.enable_x64(True):

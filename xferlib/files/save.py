@@ -34,7 +34,6 @@ __all__ = ["Save", "save"]
 MEMORY = 256 << 20
 HOST = "host"
 """The backend whose device arrays are NumPy's."""
-ORDER = "The order is save(path, tree, stager)"
 OF_NUMPY = f'Arrays of NumPy, such as those of HostTree.tree, are saved by a stager of the host: xferlib.stager("{HOST}")'
 
 
@@ -110,7 +109,8 @@ def _prepared(
         # The working directory may be another one when somebody asks.
         file = Path(path).absolute()
     except TypeError:
-        raise TypeError(f"path={reprlib.repr(path)}: expected a path. {ORDER}") from None
+        order = "save(path, tree, stager)" if isinstance(stager, Stager) else "save(path, tree)"
+        raise TypeError(f"path={reprlib.repr(path)}: expected a path. The order is {order}") from None
     if file.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{str(file)!r}: expected a name that ends in .safetensors, .npz or .npy, which says how to write it")
     _check_folder(file.parent)
