@@ -48,7 +48,7 @@ def save(
 
     - `memory`: for all devices together.
     - `snapshot`: each device copies what is read from it. Where one has no room for that, `Save.held_nbytes` is not 0.
-    - `stagers`: the caller's own, one for each device; to close one waits until all is read. Without it the process's shared
+    - `stagers`: the caller's own, one for each device; to close one waits until all is read there. Without it the process's shared
       stagers are used, as `prefetch` says. In handlers of `atexit` from Python 3.12 on none can be opened any more: register a
       handler that saves behind the first save or loop, whose stagers it finds open then, or give it yours.
 
