@@ -300,7 +300,7 @@ static const xe_calls FOREIGN = IN(FOREIGN, &contexts[1], enter_second, current_
 
 // Lanes with their chunks.
 
-enum { MOST_CHUNKS = 16 };
+enum { MOST_CHUNKS = 32 };
 
 typedef struct {
     uint32_t number;
@@ -326,6 +326,7 @@ static int take_idle(uint32_t lane, uint64_t numbers) {
 }
 
 static bench *new_bench(uint32_t number, int direction, const xe_calls *calls, size_t chunks, size_t nbytes, bool slow) {
+    CHECK(chunks <= MOST_CHUNKS);
     bench *b = calloc(1, sizeof *b);
     *b = (bench){.number = number, .direction = direction, .chunks = chunks, .nbytes = nbytes};
     b->stream = new_stream(calls ? calls->context : &contexts[0], slow);
