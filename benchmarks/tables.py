@@ -28,6 +28,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 PICTURES = {"cupy": ROOT / "docs" / "sizes-cupy.svg", "jax": ROOT / "docs" / "sizes-jax.svg"}
 """By backend."""
 MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
+NOT_MEASURED = "not measured"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 Table: TypeAlias = Sequence[Sequence[str]]
@@ -43,6 +44,10 @@ class Results:
     def one(self, case: str, backend: str, direction: str, nbytes: int, label: str) -> Record:
         """Return a record. Raises `KeyError`, with what was asked for, where nobody has measured it."""
         return self._records[case, backend, direction, nbytes, label]
+
+    def has(self, case: str, backend: str, direction: str, nbytes: int, label: str) -> bool:
+        """Tell whether it was measured: a brief run may end before it comes to the last rows of a case."""
+        return (case, backend, direction, nbytes, label) in self._records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,6 +149,9 @@ def loops(results: Results) -> Table:
     def row(words: str, backend: str, direction: str, label: str) -> list[str]:
         cells = [words]
         for nbytes in sizes:
+            if not results.has("sizes", backend, direction, nbytes, label):
+                cells.append(NOT_MEASURED)
+                continue
             record = results.one("sizes", backend, direction, nbytes, label)
             limit = nbytes / record["limit_gbps"] / 1e9
             peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
@@ -210,20 +218,26 @@ def steps(results: Results) -> Table:
 
 
 def loaders(results: Results) -> Table:
-    def of(label: str) -> list[Record]:
-        return [results.one("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
+    def written(label: str, write: Callable[[Record], str]) -> str:
+        keys: list[Key] = [("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
+        return " / ".join(write(results.one(*one)) if results.has(*one) else NOT_MEASURED for one in keys)
 
     def ours(words: str, label: str) -> list[str]:
-        records = of(label)
-        figures = both(ms, [one["seconds"]["median"] for one in records], " / ")
-        return [words, figures, both(digits, [over_bound(one) for one in records], " / ")]
+        return [
+            words,
+            written(label, lambda one: ms(one["seconds"]["median"])),
+            written(label, lambda one: digits(over_bound(one))),
+        ]
 
     def theirs(words: str, peer: str) -> list[str]:
-        records = of("pinned slots")
-        figures = both(ms, [one["peers_seconds"][peer] for one in records], " / ")
-        return [words, figures, both(digits, [peer_over_bound(one, peer) for one in records], " / ")]
+        return [
+            words,
+            # All of ours stand beside the same peers.
+            written("pageable", lambda one: ms(one["peers_seconds"][peer])),
+            written("pageable", lambda one: digits(peer_over_bound(one, peer))),
+        ]
 
-    alone = both(ms, [one["details"]["writers_seconds"] for one in of("4 workers")], " / ")
+    alone = written("4 workers", lambda one: ms(one["details"]["writers_seconds"]))
     return [
         ["ms a step, 256 / 64 MiB, batches that are there already, transfer-bound", "", "over compute and copy"],
         ours("`xferlib.prefetch` from pinned slots", "pinned slots"),

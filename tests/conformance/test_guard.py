@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.children import run
+from tests.core.fakes import until
 from tests.side_by_side import side_by_side
 from xferlib.conformance import guard
 
@@ -81,7 +82,8 @@ def test_a_guard_that_the_system_refuses_once_is_started_by_the_next_try(monkeyp
     started = guard._Guard(1000)
     started.restart("a test")
     assert refused == [number]
-    assert "guard_process.py" in " ".join(psutil.Process(started.pid).cmdline())
+    # Between its fork and its program it has no command line.
+    assert until(lambda: "guard_process.py" in " ".join(psutil.Process(started.pid).cmdline()))
     os.close(started._orders)
     # It ends with the run.
     assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
