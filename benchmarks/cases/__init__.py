@@ -39,6 +39,6 @@ MODULES = (
     devices,
     bystander,
 )
-"""In the order in which they are measured: what users have by default comes first. `pageable` asks for memory that nobody has touched,
-which an allocator no longer gives once `sizes` has freed many arrays."""
+"""In the order in which they are measured: what users have by default comes first. `pageable` asks for memory that nobody has
+touched, which an allocator no longer gives once `sizes` has freed many arrays."""
 CASES = {module.CASE.name: module.CASE for module in MODULES}
