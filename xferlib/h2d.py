@@ -79,7 +79,7 @@ class HostToDevice:
         self._table = ledger.h2d.table
 
     def start(self, tree: Any, into: Any, stream: object | None, borrow: object) -> Transfer:
-        """Put a tree."""
+        """Put a tree: `one` a single array, `_small` small pageable arrays, `_borrowed` what the caller lends, `_many` all else."""
         leaves, spec = self._trees.arrays(tree)
         if not leaves:
             raise without_arrays(tree, spec, "a NumPy array", "Convert numbers with numpy.asarray")
@@ -313,7 +313,7 @@ class HostToDevice:
         return transfer
 
     def _leases(self, packing: Packing, streams: Streams) -> list[Lease]:
-        # Here, and what a finalizer of somebody else's asks for inside of the pool is refused.
+        # Asked for here, outside of the pool's own steps: inside of these, what a foreign finalizer asks for is refused.
         sizes = packing.sizes
         leases = self._blocks.lease_idle(sizes, streams)
         if len(leases) < len(sizes):

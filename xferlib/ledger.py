@@ -84,7 +84,8 @@ class Ledger:
         def reads(work: Entry | Job | Reading) -> bool:
             if any(map(owns, work.device_ranges)):
                 return True
-            # They may be this stager's, and nobody else has them perhaps. Asked second: one that ends forgets first where they lie.
+            # What it will read may be this stager's, and nobody else may have it. Asked second: `Reading.end` sets `finds_later`
+            # before it clears the ranges.
             return isinstance(work, Reading) and work.finds_later and not work.reached()
 
         return self.wait_oldest() or wait_for_others(self, reads, reads)

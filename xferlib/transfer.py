@@ -245,7 +245,7 @@ class Transfer(NoArray, Generic[TreeT_co]):
         try:
             waiting = self._event.stream_wait(stream)
         except (XferError, TypeError, ValueError):
-            # A refusal: the copy is as sound as before, unless a copy of borrowed sources failed in this way before it was started.
+            # A refusal leaves the copy as it was. But a borrowed copy may have failed by the same class of error: so ask.
             self.done()
             raise
         except self._failures as error:

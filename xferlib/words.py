@@ -1,7 +1,4 @@
-"""Counts and sizes as people read them. Every message of ours takes them from here; nothing else belongs here.
-
-The demo alone sets thousands apart, since its counts are large.
-"""
+"""Counts and sizes as people read them. Every message of ours takes them from here; nothing else belongs here."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = [
     "SUFFIXES",
     "VALUES",
     "check_npy",
-    "check_safetensors",
+    "check_saved_as_safetensors",
     "npy_header",
     "safetensors_layout",
 ]
@@ -58,7 +58,7 @@ ENTRY = 2048
 """Bytes that JSON takes for an array beside its name, at most: NumPy has 64 dimensions at most, of 20 digits each."""
 
 
-def check_safetensors(names: Sequence[str], described: Sequence[ShapeDtype], metadata: Mapping[str, str]) -> None:
+def check_saved_as_safetensors(names: Sequence[str], described: Sequence[ShapeDtype], metadata: Mapping[str, str]) -> None:
     """Raise `TypeError` for a dtype that the format lacks, `ValueError` for a name, and for more than a header may have.
 
     In a fraction of the time that the layout takes.

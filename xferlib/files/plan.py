@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from xferlib.byte_reader import Numbers
-from xferlib.files.formats import VALUES, check_npy, check_safetensors, npy_header, safetensors_layout
+from xferlib.files.formats import VALUES, check_npy, check_saved_as_safetensors, npy_header, safetensors_layout
 from xferlib.files.names import names_of
 from xferlib.latch import Turn
 from xferlib.tree import ShapeDtype, Spec
@@ -111,7 +111,7 @@ def planned(file: Path, spec: Spec, described: Sequence[ShapeDtype], sizes: list
     kind = file.suffix.lower()
     texts = _texts(file, kind, spec, riders, metadata)
     if kind == ".safetensors":
-        check_safetensors(names, described, texts)
+        check_saved_as_safetensors(names, described, texts)
     else:
         check_npy(names, described)
     if kind == ".npz":

@@ -49,7 +49,7 @@ LARGE_FROM_NBYTES, SHARED_SEGMENT_NBYTES = 1 << 20, 2 << 20
 KEPT_SHARE = 16
 """The limit must have room for so many blocks of a size before one is kept for later, as chunks and bounce buffers are."""
 STAGING_NBYTES = 64 << 20
-"""Or half of the limit where that is less. Arrays leave so much to staging where they give way to it."""
+"""Or half of the limit where that is less. With `when_full="stage"`, arrays leave so much to staging."""
 UNLOCKED_FROM_NBYTES = 8 << 20
 """If the results of one get need so much new memory, or more, it is locked later. Locking less takes no longer than a detour
 through chunks."""

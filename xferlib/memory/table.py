@@ -132,7 +132,7 @@ class Table(ABC):
     def _before_settling(self, step: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Take a step as `_step` does, but leave what was given back to the next one, which must come soon."""
         with self._lock:
-            # While a step runs, it is torn from its first instruction on but one.
+            # `_torn` is set by the second instruction of a step, and stays set until it ends.
             if self._torn or self._inside:
                 return self._step(step, *arguments)
             self._inside = self._torn = True

@@ -101,8 +101,8 @@ class SourceThread(Generic[T]):
         try:
             self.takers[taker] = None
             if self.paused:
-                # Otherwise the thread waits for no taker, and a wake costs both of them the interpreter. It looks for takers after
-                # it was paused.
+                # The thread is woken only where it is paused: otherwise it does not wait for takers, and a wake-up costs both
+                # threads the interpreter. It looks for takers once more after it was paused.
                 self.inbox.put(None)
             return self.changed.wait_for(self.may_take, seconds)
         finally:

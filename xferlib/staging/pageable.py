@@ -210,7 +210,7 @@ class Staging:
         """Start copies from device addresses into C-contiguous pageable arrays, behind `after`.
 
         The job is done when these copies are done, and `before`, if any, is reached. `sources` are held, and known as being read.
-        `ours`: the arrays are the pool's, and pinned the next time. What can be asked of the transfer then can be asked now.
+        `ours`: the arrays are the pool's, and pinned the next time. The transfer behaves as if they were now.
         """
         if not ours:
             self._count(len(transfers))

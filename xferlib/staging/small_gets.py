@@ -80,7 +80,7 @@ class SmallGets:
         self._idle: deque[tuple[HostBlock, Event | None]] = deque()
         """One block, with the event of a copy that was given up, after which it may be used again; or none, while it is in use."""
         self._block: weakref.ref[HostBlock] | None = None
-        """Returns the block while anybody has it; None: there is none, since others need the room, or there was none."""
+        """Returns the block while anybody has it; None: there was none yet, or it was given back."""
         self._missed = 0
         """Gets since then that it would have served."""
 
