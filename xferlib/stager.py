@@ -525,9 +525,9 @@ class Stager:
             raise anew(self._refusal)
 
     def _check_stream(self, stream: object) -> None:
-        refuse_bare_zero(stream)
         if not self._capabilities.streams:
             raise CapabilityError(f"backend {self.name!r} takes no stream: its arrays order themselves. Leave stream out")
+        refuse_bare_zero(stream)
 
     def _never_closed(self) -> str:
         return f"{self!r} was never closed. Use it as a context manager"

@@ -243,8 +243,9 @@ def test_a_slot_is_put_by_itself(stager: xferlib.Stager) -> None:
 def test_flags_that_are_off_refuse(stager: xferlib.Stager) -> None:
     with xferlib.stager(tampered(capabilities=xferlib.Capabilities())) as bare:
         for move in (bare.put, bare.get):
-            with pytest.raises(xferlib.CapabilityError, match="takes no stream"):
-                move(GOOD, stream=object())
+            for stream in (object(), 0):
+                with pytest.raises(xferlib.CapabilityError, match="takes no stream"):
+                    move(GOOD, stream=stream)
         with pytest.raises(xferlib.CapabilityError, match=r"cannot overwrite an array of yours. Leave into out"):
             bare.put(GOOD, into=np.zeros(3))
 

@@ -2,5 +2,6 @@
 
 Everything here stands on `Stager` and `Transfer` alone. `one_pass` is what all loops have in common. `background` and
 `source_thread` are the thread that iterates a source ahead; `completion` and `unshared` tell when the memory of a batch may be
-written again; `phase_timer`, `report` and `memory_estimate` say what a loop waited for and what it costs; `workers` are worker processes.
+written again; `phase_timer`, `report` and `memory_estimate` say what a loop waited for and what it costs; `workers` are worker
+processes.
 """
