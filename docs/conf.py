@@ -58,7 +58,7 @@ nitpick_ignore_regex = [
 
 # JAX need not be installed for what is said of it.
 with mock(["jax"]):
-    for _module in ("_load", "_prefetch", "_narrowing", "_stagers"):
+    for _module in ("_load", "_prefetch", "_narrowing", "_save", "_stagers"):
         _found = import_module(f"xferlib_jax.{_module}")
         for _name in set(xferlib_jax.__all__) & set(_found.__all__):
             setattr(xferlib_jax, _name, getattr(_found, _name))
