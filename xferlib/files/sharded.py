@@ -105,9 +105,7 @@ class ShardedReader:
         readers: dict[int, ByteReader] = {}
         self._readers = readers.values()
         try:
-            for stager in arrays.stagers:
-                if of_stager[id(stager)]:
-                    readers[id(stager)] = stager.reader(of_stager[id(stager)], snapshot=snapshot)
+            _open(readers, arrays.stagers, of_stager, snapshot=snapshot)
         except BaseException:
             self.close()
             raise
@@ -218,6 +216,13 @@ class _ShardedRead:
             place.lay(memory[taken : taken + nbytes], first, target, where, turn)
             taken += nbytes
         return target
+
+
+def _open(readers: dict[int, ByteReader], stagers: Sequence[Stager], arrays: Mapping[int, list[Any]], *, snapshot: bool) -> None:
+    """Enter a reader for each stager that has arrays, by its number. What is entered when this raises is to be closed."""
+    for stager in stagers:
+        if arrays[id(stager)]:
+            readers[id(stager)] = stager.reader(arrays[id(stager)], snapshot=snapshot)
 
 
 def _in_place(found: Mapping[ByteReader, list[_ShardBytes]], nbytes: int) -> list[_Copy] | None:

@@ -31,7 +31,7 @@ MUTANTS = [
     (SHARDED, '                error.add_note(f"at {path(self.spec, index)}")\n', ""),
     (SHARDED, "            self.close()\n            raise", "            raise"),
     (SHARDED, "self.snapshot = all(", "self.snapshot = any("),
-    (SHARDED, "stager.reader(of_stager[id(stager)], snapshot=snapshot)", "stager.reader(of_stager[id(stager)])"),
+    (SHARDED, "stager.reader(arrays[id(stager)], snapshot=snapshot)", "stager.reader(arrays[id(stager)])"),
     (SHARDED, "for waits in (False, True) if wait else (False,):", "for waits in (False,):"),
     (SHARDED, "            for _ in self._readers:\n                with", "            for _ in [0]:\n                with"),
     (SHARDED, "itertools.cycle(list(self._readers))", "itertools.repeat(next(iter(self._readers)))"),
