@@ -41,7 +41,7 @@ NAME = "locking"
 NBYTES, QUICK_NBYTES = 8 << 30, 4 << 20
 ODD_NBYTES = 65 << 20
 """A little more than a power of two."""
-ROUNDS, QUICK_ROUNDS = 3, 3
+ROUNDS = 3
 ARRAYS, QUICK_ARRAYS = 1_000_000, 2000
 CHUNK = 1000
 LIMIT, QUICK_LIMIT = 1 << 30, 16 << 20
@@ -66,7 +66,7 @@ def _large(bench: Bench, nbytes: int) -> Iterator[Record]:
         stager.trim()
         array = np.empty(nbytes, np.uint8)
         array.fill(1)
-        rounds = bench.count(QUICK_ROUNDS, ROUNDS, 1)
+        rounds = bench.count(ROUNDS, ROUNDS, 1)
         for index in range(rounds):
             bench.effort.between()
             bench.say(f"{NAME}: {nbytes} bytes, round {index + 1} of {rounds}")
