@@ -19,11 +19,11 @@ a thread that is two batches ahead.
 results late, or on a thread.
 
 Method: by call as in `pageable`, five samples of some milliseconds, each right behind one that is not timed; every byte compared.
-A loop is half a second long, 2000 steps at most, in passes of a thousand; five samples, three from 256 MiB on; peers run a fifth as
-many steps, but at least eight. In a brief run a loop is a fifth of a second long, with three samples, and peers run a third of
-theirs. The loop's start and end are in the clock, and so are, to the host, the looks at some bytes of each result. The limit is the bare copy of pinned memory, by call or in a row. A loop of small batches cannot be held to that limit,
-since its steps take the host longer: `details` has `compute_seconds`, of a step without any copy, and `over_bound`, over the longer
-of both.
+A loop is half a second long, 2000 steps at most, in passes of a thousand; five samples, three from 256 MiB on; peers run a fifth
+as many steps, but at least eight. In a brief run a loop is a fifth of a second long, with three samples, and peers run a third of
+theirs. The loop's start and end are in the clock, and so are, to the host, the looks at some bytes of each result. The limit is
+the bare copy of pinned memory, by call or in a row. A loop of small batches cannot be held to that limit, since its steps take
+the host longer: `details` has `compute_seconds`, of a step without any copy, and `over_bound`, over the longer of both.
 
 Command: python benchmarks/run.py --case sizes --backend jax --json --resume
 """
