@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 import reprlib
@@ -15,13 +16,14 @@ from numpy.ma import MaskedArray
 from xferlib.errors import CapabilityError, XferError
 from xferlib.no_array import REFUSAL, NoArray
 from xferlib.protocol import HostStager
-from xferlib.tree import Mixed, ShapeDtype, Spec, path
+from xferlib.tree import Mixed, ShapeDtype, Spec, path, rides_along
 from xferlib.uninterrupted import collects
 
 __all__ = [
     "check_alike",
     "check_apart",
     "check_iterable",
+    "check_like_array",
     "check_out",
     "checked_at",
     "flag",
@@ -37,6 +39,9 @@ __all__ = [
     "whole_shape",
     "without_arrays",
 ]
+
+ARRAYS_OFFER = {"shape", "dtype", "__array__", "__array_interface__", "__dlpack__", "__cuda_array_interface__"}
+"""Whatever has one of these may be an array of some library."""
 
 T = TypeVar("T")
 
@@ -143,6 +148,34 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         raise ValueError("out is read-only. Pass an array that may be written")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous in C order. Pass numpy.empty(shape, dtype) and copy from it afterwards")
+
+
+def check_like_array(leaf: object) -> None:
+    """Raise `TypeError` for what is an array to nobody, and does not ride along either: a function, mostly.
+
+    Of anything else the backend knows better what it is.
+    """
+    kind, offered = type(leaf), set(dir(type(leaf)))
+    if rides_along(kind) or issubclass(kind, list | tuple | memoryview) or offered & ARRAYS_OFFER:
+        return
+    if {"result", "done"} <= offered:
+        advice = "Pass what its result() returns"
+    elif "__next__" in offered:
+        advice = "A loop gets what a source gives: xferlib.drain(results, stager)"
+    elif callable(leaf):
+        advice = "Pass what it returns, or leave it out of the tree"
+    else:
+        advice = "Leave it out of the tree"
+    if isinstance(leaf, type):
+        what = f"the class {leaf.__qualname__}"
+    elif inspect.isroutine(leaf):
+        what = f"the function {leaf.__qualname__}"
+    else:
+        what = f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(
+        f"expected a device array, got {what}, which is neither an array nor something that rides along, such as text and numbers. "
+        f"{advice}"
+    )
 
 
 def without_arrays(tree: object, spec: Spec, expected: str, others: str) -> ValueError:

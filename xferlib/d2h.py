@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from xferlib.byte_reader import ByteReader
-from xferlib.checks import check_apart, check_out, without_arrays
+from xferlib.checks import check_apart, check_like_array, check_out, without_arrays
 from xferlib.errors import AllocationError, CapabilityError
 from xferlib.in_flight import REAP_FROM_NBYTES
 from xferlib.ledger import Ledger
@@ -247,6 +247,7 @@ class DeviceToHost:
             if out is not None:
                 check_out(out, shape, dtype)
         except (TypeError, ValueError) as error:
+            self._refuse_on_host(array, f"at {path(spec, 0)}")
             error.add_note(f"at {path(spec, 0)}")
             raise
         return shape, dtype
@@ -310,6 +311,7 @@ class DeviceToHost:
                     check_out(outs[index], shape, dtype)
                 described.append((shape, dtype))
             except (TypeError, ValueError) as error:
+                self._refuse_on_host(leaf, f"at {path(spec, index)}")
                 error.add_note(f"at {path(spec, index)}")
                 raise
         if outs is not None and len(outs) > 1:
@@ -321,11 +323,23 @@ class DeviceToHost:
         if isinstance(leaf, Transfer):
             raise TypeError("expected a device array, got a transfer. Pass its value")
         if described is None:
+            if self._as_numpy_does:
+                check_like_array(leaf)
             # The backend may know what this is, and what to do about it.
             self._backend.as_source(leaf)
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             raise TypeError(f"expected a device array of backend {self._backend.name!r}, got {kind}")
         return described
+
+    def _refuse_on_host(self, leaf: Any, place: str) -> None:
+        """Raise `TypeError` for an array of NumPy, if the device's are others: whatever else was found, that is what is wrong."""
+        if not isinstance(leaf, np.ndarray):
+            return
+        try:
+            self._backend.place(leaf)
+        except TypeError as error:
+            error.add_note(place)
+            raise error from None
 
     def _placed(
         self, leaves: list[Any], spec: Spec | None, stream: object | None, *, direct: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ SPEC = ((4,), np.uint8)
 
 Call: TypeAlias = Callable[[xferlib.Stager], object]
 
+NO_ARRAY = "which is neither an array nor something that rides along, such as text and numbers. "
 PUBLIC: Any = xferlib
 """For arguments that a type checker refuses, too."""
 WRONG: dict[str, tuple[Call, type[Exception], str]] = {
@@ -23,7 +25,12 @@ WRONG: dict[str, tuple[Call, type[Exception], str]] = {
     "text for strict": (lambda s: PUBLIC.stager("host", strict="no"), TypeError, "strict='no': expected True or False"),
     "text for debug": (lambda s: PUBLIC.stager("host", debug="no"), TypeError, "debug='no': expected True or False"),
     "a tree to put one array into": (lambda s: s.put(ARRAY, into={"x": ARRAY}), TypeError, r"into, got {'x': float32\[4, 4\]}"),
-    "an iterator to get": (lambda s: s.get(iter([ARRAY])), TypeError, r"Convert it with numpy\.asarray$"),
+    "an iterator to get": (lambda s: s.get(iter([ARRAY])), TypeError, r"list_iterator, .*xferlib\.drain\(results, stager\)$"),
+    "a function to get": (lambda s: s.get(len), TypeError, f"the function len, {NO_ARRAY}Pass what it returns, or leave it out"),
+    "a class to get": (lambda s: s.get([Batches]), TypeError, f"the class Batches, {NO_ARRAY}Pass what it returns, or leave"),
+    "an object to get": (lambda s: s.get({"x": object()}), TypeError, f"builtins.object, {NO_ARRAY}Leave it out of the tree$"),
+    "a future to get": (lambda s: s.get(Future()), TypeError, rf"_base\.Future, {NO_ARRAY}Pass what its result\(\) returns$"),
+    "bytes to get": (lambda s: s.get(memoryview(b"a")), TypeError, r"Convert it with numpy\.asarray$"),
     "a masked array to get": (lambda s: s.get(np.ma.zeros(3)), TypeError, r"Convert it with array\.filled\(\)$"),
     "text for out": (lambda s: s.get(ARRAY, out="x"), TypeError, r"Pass numpy\.empty\(shape, dtype\), or no out at all$"),
     "out of another dtype": (lambda s: s.get(ARRAY, out=np.zeros((4, 4))), ValueError, "convert it afterwards$"),

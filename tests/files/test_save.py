@@ -284,6 +284,12 @@ def test_a_tree_before_its_path_is_told_the_order(stager: Stager) -> None:
         xferlib.save({"a": np.zeros(3)}, "x.npz", stager)  # type: ignore[arg-type]  # on purpose
 
 
+def test_a_function_in_the_tree_is_told_that_it_is_no_array(stager: Stager, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"function len, which is neither .* leave it out of the tree") as caught:
+        xferlib.save(tmp_path / "a.safetensors", {"w": there(stager, np.zeros(3, np.float32)), "f": len}, stager)
+    assert caught.value.__notes__ == ["at tree.f"]
+
+
 def test_a_host_tree_is_told_that_its_tree_is_saved(tmp_path: Path) -> None:
     with xferlib.stager("host") as host, xferlib.HostTree({"a": np.arange(3.0)}, host) as home:
         with pytest.raises(TypeError, match=r"save\(path, home\.tree, host\)"):

@@ -286,7 +286,8 @@ def test_what_cannot_be_saved_is_refused_at_the_call_with_its_place(tmp_path: Pa
         ({"a": array, "b": [random((3,))]}, TypeError, "expected a jax.Array, got numpy.ndarray"),
         ({"a": array, "b": [jax.random.key(0)]}, TypeError, "holds random keys"),
         ({"a": host, "b": [jax.numpy.zeros(3, jax.numpy.int4)]}, TypeError, "packs several items"),
-        ({"a": host, "b": [object()]}, TypeError, "expected a jax.Array, got builtins.object"),
+        ({"a": host, "b": [object()]}, TypeError, "got builtins.object, which is neither"),
+        ({"a": array, "b": [len]}, TypeError, "got the function len, which is neither an array nor something that rides along"),
     ]
     for tree, kind, words in cases:
         with pytest.raises(kind, match=words) as caught:

@@ -174,10 +174,15 @@ def test_deleted_and_donated_arrays_are_refused(stager: Stager) -> None:
 def test_keys_and_foreign_arrays_are_refused(stager: Stager) -> None:
     with pytest.raises(TypeError, match=r"PRNGKeyArray.*key_data"):
         stager.get(jax_of(stager).random.key(0))
-    for on_host in (words(1), 1.5, np.float32(1)):
-        with pytest.raises(TypeError, match=r"expected a jax.Array, got .*\. It is on the host already"):
-            stager.get(on_host)
-    with pytest.raises(TypeError, match=r"expected a jax.Array, got builtins\.object\n"):
+    # JAX has no arrays of some of these dtypes either, but to convert one would be no help.
+    wide, of_bytes = np.zeros(1), np.zeros(1, "S3")
+    for on_host in (words(1), 1.5, np.float32(1), wide, of_bytes):
+        for tree in (on_host, [on_host, words(1)]):
+            with pytest.raises(TypeError, match=r"^expected a jax.Array, got .*\. It is on the host already"):
+                stager.get(tree)
+    with pytest.raises(TypeError, match=r"^expected a jax.Array, got .*\. It is on the host already.*\nat tree.x$"):
+        stager.get({"x": wide}, out={"x": np.zeros(3, np.uint8)})
+    with pytest.raises(TypeError, match=r"expected a device array, got builtins\.object, which is neither"):
         stager.get({"x": object()})
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, final
 import numpy as np
 
 from xferlib.byte_reader import ByteReader, Numbers
-from xferlib.checks import without_arrays
+from xferlib.checks import check_like_array, without_arrays
 from xferlib.errors import AllocationError, XferError
 from xferlib.files.regions import Region, region
 from xferlib.files.temporary import BORDER
@@ -93,6 +93,9 @@ class ShardedReader:
         for index, leaf in enumerate(leaves):
             found.append([])
             try:
+                # What else may be an array is a matter of a backend that describes its own.
+                if not hasattr(arrays.backend, "describe"):
+                    check_like_array(leaf)
                 for stager, array, start in arrays.shards(leaf):
                     found[-1].append((id(stager), len(of_stager[id(stager)]), start))
                     of_stager[id(stager)].append(array)
