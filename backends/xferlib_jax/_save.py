@@ -6,9 +6,10 @@ How a file is written is `xferlib.save`'s matter; this says of which shards its 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Never, TypeAlias, final
 
 import jax
 
@@ -30,7 +31,7 @@ SAVE_MEMORY = 256 << 20
 def save(
     path: Any,
     tree: Any,
-    *,
+    *others: Never,
     metadata: Mapping[str, str] | None = None,
     memory: int = SAVE_MEMORY,
     rate_limit: float | None = None,
@@ -56,11 +57,22 @@ def save(
 
     Raises as `xferlib.save`, `ValueError` for arrays of which this process has not every part, and as `xferlib.stager`.
     """
+    if others:
+        raise _refused(others)
     refuse_finalizers()
     devices = _devices_of(tree)
     held = hold(devices, keep=True) if stagers is None else given(stagers, devices)
     arrays = _Arrays(held)
     return xferlib.save(path, tree, arrays, metadata=metadata, memory=memory, rate_limit=rate_limit, keep=keep, snapshot=snapshot)
+
+
+def _refused(others: Sequence[object]) -> TypeError:
+    """Return the error for arguments behind the tree: `xferlib.save` takes its stager there."""
+    if isinstance(others[0], xferlib.Stager):
+        advice = "It finds the devices, and stagers for them, by itself: leave this one out, or pass stagers=[stager]"
+    else:
+        advice = "Pass what comes behind the tree by its name"
+    return TypeError(f"xferlib_jax.save(path, tree) takes no third argument, got {reprlib.repr(others[0])}. {advice}")
 
 
 def _devices_of(tree: Any) -> list[Device]:

@@ -618,6 +618,9 @@ def test_stagers_that_do_not_fit_are_refused(stagers: tuple[Stager, ...]) -> Non
         xferlib_jax.prefetch([], over("a"), stagers=(*stagers, stagers[2]))
     with xferlib.stager("host") as host, pytest.raises(TypeError, match='expected stagers of backend "jax"'):
         xferlib_jax.prefetch([], over("a"), stagers=[host])
+    one: Any = stagers[0]
+    with pytest.raises(TypeError, match=r"^stagers=<Stager.*: expected several, .*Pass a list of them: stagers=\[stager\]$"):
+        xferlib_jax.prefetch([], over("a"), stagers=one)
 
 
 def test_exceptions_of_the_source_come_out_in_their_place_with_their_traceback() -> None:

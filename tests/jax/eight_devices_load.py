@@ -76,6 +76,12 @@ def test_patterns_of_names_say_what_goes_where(path: Path) -> None:
         assert_is(found[name], array, RULES[kind])
 
 
+def test_one_stager_for_several_is_refused(path: Path, stagers: tuple[Stager, ...]) -> None:
+    one: Any = stagers[0]
+    with pytest.raises(TypeError, match=r"^stagers=<Stager.*Pass a list of them: stagers=\[stager\]$"):
+        xferlib_jax.load(path, RULES, stagers=one)
+
+
 def test_a_tree_of_shapes_says_what_goes_where(path: Path) -> None:
     def shaped(name: str, sharding: Any) -> Any:
         return jax.ShapeDtypeStruct(ARRAYS[name].shape, ARRAYS[name].dtype, sharding=sharding)

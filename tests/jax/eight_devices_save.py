@@ -301,6 +301,13 @@ def test_what_cannot_be_saved_is_refused_at_the_call_with_its_place(tmp_path: Pa
         xferlib_jax.save(path, array, stagers=stagers[:7])
     with pytest.raises(TypeError, match=r"expected a path\. The order is save\(path, tree\)$"):
         xferlib_jax.save({"a": array}, path)
+    save: Any = xferlib_jax.save
+    with pytest.raises(TypeError, match=r"takes no third argument, got <Stager.*leave this one out, or pass stagers=\[stager\]$"):
+        save(path, array, stagers[0])
+    with pytest.raises(TypeError, match=r"takes no third argument, got \{.*\}\. Pass what comes behind the tree by its name$"):
+        save(path, array, {"step": "3"})
+    with pytest.raises(TypeError, match=r"^stagers=<Stager.*: expected several, .*Pass a list of them: stagers=\[stager\]$"):
+        save(path, array, stagers=stagers[0])
     with pytest.raises(TypeError, match="inside a function that JAX traces"):
         jax.jit(lambda x: xferlib_jax.save(path, x))(array)
     with jax.enable_x64(True):
