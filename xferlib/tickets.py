@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 _OBJECT = np.dtype(object)
 _EMPTY = np.empty
-_NOBODY = -1
-"""No row has this number."""
 POST_LOOK_SECONDS = 0.0001
 """How often a waiting thread looks whether something was posted."""
 
@@ -105,10 +103,6 @@ class Returns:
         Make it before the row is entered: whatever happens then, the row is given back.
         """
         return ticket(self.put, number)
-
-    def post(self) -> None:
-        """Wake whoever waits."""
-        self.put(_NOBODY)
 
     def wait(self, seconds: float) -> None:
         """Block until something is posted, or so many seconds have passed.

@@ -112,7 +112,7 @@ def test_waiting_ends_with_a_ticket_with_a_call_and_with_time() -> None:
     returns.wait(0.05)
     assert time.monotonic() - began >= 0.05
     tickets = [returns.ticket(3)]
-    for end in (tickets.clear, returns.post):
+    for end in (tickets.clear, lambda: returns.put(-1)):
         entered = threading.Event()
 
         def wait() -> None:

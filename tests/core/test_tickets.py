@@ -118,7 +118,7 @@ def test_a_wait_ends_in_time_though_another_thread_takes_what_was_posted() -> No
         waiting.start()
         for _ in range(2000):
             for _ in range(20):
-                returns.post()
+                returns.put(-1)
                 returns.pending().clear()
             before = len(ended)
             deadline = time.monotonic() + 30
@@ -127,7 +127,7 @@ def test_a_wait_ends_in_time_though_another_thread_takes_what_was_posted() -> No
                 time.sleep(0)
     finally:
         over.set()
-        returns.post()
+        returns.put(-1)
         sys.setswitchinterval(interval)
         waiting.join(30)
 

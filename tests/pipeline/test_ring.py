@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import xferlib
 from tests.core.fakes import held, on_thread, tampered
 from tests.pipeline.failing import failing_copies
 from tests.pipeline.steps import PATIENCE, busy, h2d, part, until
+from xferlib import latch
 from xferlib.pipeline import ring as ring_module
 
 SPEC = {"image": ((4, 3), "float32"), "label": ((4,), "int64")}
@@ -233,6 +235,49 @@ def test_another_thread_may_put_the_slot_that_is_waited_for(stager: xferlib.Stag
         until(lambda: busy(ring._waiting))
         slot.put()
         assert waiting.result(PATIENCE)["label"].shape == (4,)
+
+
+@pytest.mark.parametrize("how", ["put", "release", "close"])
+def test_who_waits_for_a_slot_is_woken_by_another_thread(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    for module, name in ((ring_module, "FIRST_NAP_SECONDS"), (ring_module, "LONGEST_NAP_SECONDS"), (latch, "WAIT_SECONDS")):
+        monkeypatch.setattr(module, name, 1000.0)
+    ring = xferlib.Ring(stager, SPEC, slots=1)
+    slot = ring.acquire()
+    waiting = on_thread(ring.acquire)
+    until(lambda: ring._changed._sleepers)
+    ways: dict[str, Callable[[], object]] = {"put": slot.put, "release": slot.release, "close": ring.close}
+    ways[how]()
+    if how == "close":
+        with pytest.raises(xferlib.ClosedError):
+            waiting.result(PATIENCE)
+    else:
+        waiting.result(PATIENCE)
+        ring.close()
+
+
+def test_who_waits_for_a_slot_looks_ever_less_often(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds itself may come back only by a look, and to look all the time would take a tenth of a core."""
+    now, naps, collections = 0.0, list[float](), list[float]()
+
+    def nap(reached: Callable[[], object], seconds: float) -> None:
+        nonlocal now
+        assert not reached()
+        naps.append(seconds)
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now)
+    with xferlib.Ring(stager, SPEC, slots=1) as ring, ring.acquire():
+        monkeypatch.setattr(ring_module, "time", clock)
+        monkeypatch.setattr(ring_module, "gc", SimpleNamespace(collect=lambda: collections.append(now)))
+        with monkeypatch.context() as patch, pytest.raises(RuntimeWarning, match="for 10 seconds"):
+            patch.setattr(ring, "_changed", SimpleNamespace(wait_for=nap))
+            ring.acquire()
+    # Whatever comes back by a look comes a sixteenth of the wait later at most, or a tenth of a millisecond.
+    assert all(seconds <= max(1e-4, sum(naps[:index]) / 15) for index, seconds in enumerate(naps))
+    first_second = next(index for index in range(len(naps)) if sum(naps[:index]) >= 1)
+    assert first_second < 200
+    assert all(seconds >= 0.02 for seconds in naps[first_second:])
+    assert [round(at) for at in collections] == [1, 2, 4, 8]
 
 
 def test_a_slot_is_put_once_and_not_touched_afterwards(stager: xferlib.Stager) -> None:

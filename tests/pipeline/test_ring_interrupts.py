@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_an_interrupt_of_whoever_waits_for_a_slot_to_be_let_go_of_loses_none(
         for number in itertools.count(1):
             kept += [ring.acquire(), ring.acquire()]
             with monkeypatch.context() as patch:
-                patch.setattr(ring._returns, "wait", lambda seconds: let_go())
+                patch.setattr(ring, "_changed", SimpleNamespace(wait_for=lambda reached, seconds: let_go()))
                 waited = at_line(number, FILES, lambda: acquire(ring))
             kept.clear()
             if not waited:

@@ -25,6 +25,7 @@ from xferlib.callers import user_line
 from xferlib.checks import check_iterable, checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import ClosedError, TransferError
+from xferlib.latch import Latch
 from xferlib.ledger import reap_all
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.blocks import HostBlock
@@ -45,7 +46,9 @@ __all__ = ["Ring", "Slot"]
 
 COLLECT_AFTER_SECONDS = 1.0
 FIRST_NAP_SECONDS = 100e-6
-LONGEST_NAP_SECONDS = 2e-3
+LONGEST_NAP_SECONDS = 20e-3
+NAP_SHARE = 1 / 16
+"""Of the time waited so far. What nobody tells of, such as an array that is dropped, is found later by so much, at most."""
 STUCK_SECONDS = 10.0
 """Without a slot, with none in flight, before whoever waits is told so."""
 
@@ -95,6 +98,8 @@ class Ring(Generic[TreeT_co]):
         """For slots that come back when nobody uses their memory: what used it when this was last asked."""
         self._numbers = itertools.count()
         self._returns = Returns()
+        self._changed = Latch()
+        """Wakes whoever waits for a slot, where ordinary code has put one, given it back or closed the ring."""
         self._acquired_by = [0] * slots
         """By slot, the thread that acquired it last."""
         self._waiting = threading.RLock()
@@ -157,7 +162,7 @@ class Ring(Generic[TreeT_co]):
         """
         self._closed = True
         # Whoever waits in acquire is told.
-        self._returns.post()
+        self._changed.wake()
         while self._put:
             self._wait_oldest()
         self._memory.clear()
@@ -166,14 +171,15 @@ class Ring(Generic[TreeT_co]):
         """Have a slot come back when something is done, and nothing else uses its memory."""
         self._put[number] = completion
         # Somebody may wait for a slot to be let go of: now there is a copy to wait for.
-        self._returns.post()
+        self._changed.wake()
 
     def _let_go(self, number: int) -> None:
         """Have a slot come back as soon as nothing uses its memory, if it has not come back by itself."""
         self._settle()
         if number in self._out:
             self._land(number)
-            self._returns.post()
+        # Also where it has come back by itself: whoever waits knows nothing of that.
+        self._changed.wake()
 
     def _taken(self) -> tuple[int, HostBlock] | None:
         """Take an idle slot, and return the number under which it is out, and its bytes; None if there is none."""
@@ -239,25 +245,28 @@ class Ring(Generic[TreeT_co]):
 
     def _wait_for_holders(self) -> None:
         """Wait until a slot is put or comes back, or the ring is closed."""
-        nap = FIRST_NAP_SECONDS
-        began = time.monotonic()
+        began = now = time.monotonic()
         collect_at, tell_at = began + COLLECT_AFTER_SECONDS, began + STUCK_SECONDS
         while True:
             # A slot's arrays may be held by copies that `Slot.put` did not start, until somebody asks whether they are done.
             reap_all()
             self._reap()
-            if self._idle or self._put or self._closed:
+            if self._has_changed():
                 return
-            self._returns.wait(nap)
-            nap = min(2 * nap, LONGEST_NAP_SECONDS)
+            # Dropped arrays wake nobody: a finalizer only posts. Nor does other work that ends with a slot's memory.
+            nap = max(FIRST_NAP_SECONDS, min((now - began) * NAP_SHARE, LONGEST_NAP_SECONDS))
+            self._changed.wait_for(lambda: self._returns or self._has_changed(), nap)
             now = time.monotonic()
             if now >= collect_at:
-                # One in a reference cycle comes back when the collector runs.
+                # One in a reference cycle comes back when the collector runs. That takes a large program a while: ever less often.
                 gc.collect()
-                collect_at = now + COLLECT_AFTER_SECONDS
+                collect_at = now + max(now - began, COLLECT_AFTER_SECONDS)
             if now >= tell_at and not self._returns:
                 tell_at = float("inf")
                 self._tell()
+
+    def _has_changed(self) -> bool:
+        return bool(self._idle or self._put) or self._closed
 
     def _tell(self) -> None:
         names: dict[int | None, str] = {thread.ident: repr(thread.name) for thread in threading.enumerate()}

@@ -47,14 +47,14 @@ MUTANTS = [
         "            with suppress(TransferError):\n                completion.synchronize()\n            self._land",
         "            completion.synchronize()\n            self._land",
     ),
-    (RING, "            if self._idle or self._put or self._closed:", "            if self._idle or self._put:"),
+    (RING, "return bool(self._idle or self._put) or self._closed", "return bool(self._idle or self._put)"),
     (RING, "[leaf[: self._rows] for leaf in leaves]", "[leaf[: self._rows] if self._rows else leaf for leaf in leaves]"),
     (RING, "        if rows is not None and not 0 <= rows <= room:", "        if rows is not None and not 0 < rows <= room:"),
     (RING, "room = min((len(leaf) if", "room = max((len(leaf) if"),
     (
         RING,
-        "            self._land(number)\n            self._returns.post()",
-        "            self._come_back(number)\n            self._returns.post()",
+        "        if number in self._out:\n            self._land(number)\n        # Also",
+        "        if number in self._out:\n            self._come_back(number)\n        # Also",
     ),
     (BACKGROUND, "        self._join()\n        raise StopIteration", "        raise StopIteration"),
     (
