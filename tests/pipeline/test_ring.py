@@ -23,6 +23,7 @@ from xferlib import latch
 from xferlib.pipeline import ring as ring_module
 
 SPEC = {"image": ((4, 3), "float32"), "label": ((4,), "int64")}
+LEAF = ((4,), "uint8")
 
 
 def address(slot: xferlib.Slot) -> int:
@@ -492,6 +493,28 @@ def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xfer
         slot["x"][:] = 3
         slot.tree["file"] = ["a.jpg"]
         assert slot.put().value["file"] == ["a.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        ({"x": LEAF, "z": {"y": LEAF}}, KeyError, r"there is no 'y' in this slot: there are 'x', 'z'\"$"),
+        ({f"n{number}": LEAF for number in range(40)}, KeyError, r"there are 'n0', .*'n15', \.\.\.\"$"),
+        (LEAF, TypeError, r"slot\['y'\]: no names in uint8\[4\], 4 bytes\. Look at slot\.tree$"),
+        ([LEAF], TypeError, r"no names in \[uint8\[4\]\],"),
+        (Pair(LEAF, LEAF), TypeError, r"no names in Pair\(first=uint8\[4\]"),
+    ],
+)
+def test_a_name_that_a_slot_has_not_is_told_those_that_it_has(
+    stager: xferlib.Stager, spec: Any, error: type[Exception], words: str
+) -> None:
+    with xferlib.Ring(stager, spec, slots=1) as ring, ring.acquire() as slot:
+        with pytest.raises(error, match=words):
+            slot["y"]
+        # Whatever else is asked of a tree is the tree's to refuse.
+        if not isinstance(spec, dict):
+            with pytest.raises(IndexError, match="out of "):
+                slot[7]
 
 
 def test_a_slot_says_how_many_rows_it_puts(stager: xferlib.Stager) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, NoReturn, SupportsIndex, final
 
@@ -49,6 +50,8 @@ FIRST_NAP_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 20e-3
 NAP_SHARE = 1 / 16
 """Of the time waited so far. What nobody tells of, such as an array that is dropped, is found later by so much, at most."""
+SHOWN = 16
+"""Names, in an error."""
 STUCK_SECONDS = 10.0
 """Without a slot, with none in flight, before whoever waits is told so."""
 
@@ -329,7 +332,15 @@ class Slot(Generic[TreeT_co]):
 
     def __getitem__(self, key: Any) -> Any:
         tree: Any = self.tree
-        return tree[key]
+        try:
+            return tree[key]
+        except KeyError:
+            there = ", ".join(map(repr, islice(tree, SHOWN)))
+            raise KeyError(f"there is no {key!r} in this slot: there are {there}{', ...' if len(tree) > SHOWN else ''}") from None
+        except (IndexError, TypeError):
+            if not isinstance(key, str):
+                raise
+            raise TypeError(f"slot[{key!r}]: no names in {self.ring._words}. Look at slot.tree") from None
 
     def __setitem__(self, key: Any, value: object) -> NoReturn:
         raise TypeError(
