@@ -1,8 +1,11 @@
-"""Counts and sizes as people read them. Every message of ours takes them from here; nothing else belongs here."""
+"""Counts, sizes and doubts as people read them. Every message of ours takes them from here; nothing else belongs here."""
 
 from __future__ import annotations
 
-__all__ = ["counted", "in_words"]
+__all__ = ["counted", "doubt", "in_words"]
+
+SHORT_SECONDS = 0.2
+"""Below this the same program may show something else when it runs again."""
 
 UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -23,3 +26,8 @@ def in_words(nbytes: int) -> str:
         if size < 1023.95 or unit == UNITS[-1]:
             break
     return f"{size:.1f} {unit}"
+
+
+def doubt(seconds: float, more: str) -> tuple[str, ...]:
+    """Say that a verdict comes from too short a time, if it does. `more`: what to take more of."""
+    return (f"in so short a time another run may say otherwise: take more {more}",) if seconds < SHORT_SECONDS else ()

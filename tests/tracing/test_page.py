@@ -173,6 +173,13 @@ def test_more_that_overlap_than_there_are_lanes_are_one_mark_with_all_their_byte
     assert found[-1]["nbytes"] == 3 << 20
 
 
+def test_a_doubt_stands_beneath_the_verdict() -> None:
+    short = recording(kernel(0, 10), copy(2, 6), kernel(20, 100), notes=("a note",))
+    assert data_of(page(short))["notes"] == ["in so short a time another run may say otherwise: take more steps", "a note"]
+    long = recording(kernel(0, 10), *(copy(at, at + 1) for at in range(5)), kernel(20, 300))
+    assert data_of(page(long))["notes"] == []
+
+
 def test_a_page_of_nothing() -> None:
     told = data_of(page(Recording(events=(), start=0, end=ms(5))))
     assert told["verdict"] == "No copy and no kernel was recorded"

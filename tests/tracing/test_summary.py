@@ -193,3 +193,35 @@ def test_findings_come_longest_first_and_the_verdict_is_the_first() -> None:
     summary = summarize(table)
     assert [found.cause for found in summary.findings] == ["wait", "pageable"]
     assert summary.verdict.startswith("compute stood still for 17% of the time: the host had waited")
+
+
+IN_SO_SHORT_A_TIME = "in so short a time another run may say otherwise: take more steps"
+
+
+@pytest.mark.parametrize(
+    ("end", "copies", "doubts"),
+    [
+        (199, 0, [IN_SO_SHORT_A_TIME]),
+        (199, 20, [IN_SO_SHORT_A_TIME]),
+        (200, 20, []),
+        (200, 5, []),
+        (200, 4, ["of 4 copies little can be told: take more steps"]),
+        (200, 1, ["of 1 copy little can be told: take more steps"]),
+        # Without any there is nothing that copies could have been in the way of.
+        (200, 0, []),
+    ],
+)
+def test_what_is_too_short_to_tell_is_said_to_be(end: float, copies: int, doubts: list[str]) -> None:
+    for last in (0, 20):
+        # With findings, and without.
+        table = recording(kernel(0, end - last - 1), *(copy(at, at + 1) for at in range(copies)), kernel(end - 1, end))
+        summary = summarize(table)
+        assert list(summary.doubts) == doubts
+        assert bool(summary.findings) == bool(last)
+        assert summary.lines()[len(summary.lines()) - len(doubts) :] == doubts
+
+
+def test_of_a_trace_without_kernels_there_is_nothing_to_doubt() -> None:
+    assert summarize(recording(copy(0, 1))).doubts == ()
+    # Another device that only copies does not make the time longer.
+    assert summarize(recording(kernel(0, 1), copy(0, 500, device=1))).doubts == (IN_SO_SHORT_A_TIME,)

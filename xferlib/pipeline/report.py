@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
-from xferlib.words import counted
+from xferlib.words import counted, doubt
 
 __all__ = ["Bound", "Report", "of_drain", "of_prefetch", "of_stream"]
 
@@ -19,8 +19,6 @@ Bound: TypeAlias = Literal["source", "copy", "compute", "device", "consumer", "n
 
 HARDLY = 0.1
 """Share of the time below which somebody counts as never waiting."""
-SHORT_SECONDS = 0.2
-"""Below this the same loop may be bound by something else when it runs again."""
 IDLE = 0.05
 """Share of the time below which a consumer does nothing itself but enqueue."""
 
@@ -92,7 +90,7 @@ def of_prefetch(
         )
     elif bound != "compute" and parts["work"] < IDLE * seconds:
         words.append("the consumer never waited for its own work on the device: that may be further behind, unseen here")
-    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *_doubt(seconds)))
+    return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=(*words, *doubt(seconds, "batches")))
 
 
 def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: float) -> Report:
@@ -113,7 +111,7 @@ def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: floa
         f"{counted(batches - 1, 'result')} in {seconds:.3f} s, after a first one that took {first:.3f} s and is not counted: "
         f"asking for them took {_share(parts['launch'], seconds)}, waiting for the device {_share(parts['wait'], seconds)}, the "
         f"consumer's own work {_share(parts['work'], seconds)}; not done when it came for it: {counted(late, 'result')}",
-        *_doubt(seconds),
+        *doubt(seconds, "batches"),
     )
     return Report(batches=batches, seconds=seconds, bound=bound, parts=parts, words=words)
 
@@ -121,10 +119,6 @@ def of_drain(*, batches: int, late: int, taker: Mapping[str, float], first: floa
 def _nothing_yet(taken: int, what: str, parts: Mapping[str, float]) -> Report:
     words = f"one {what} was taken, and the first tells nothing of the others" if taken else f"no {what} was taken yet"
     return Report(batches=taken, seconds=0.0, bound="nothing yet", parts=dict.fromkeys(parts, 0.0), words=(words,))
-
-
-def _doubt(seconds: float) -> tuple[str, ...]:
-    return ("in so short a time another run may say otherwise: take more batches",) if seconds < SHORT_SECONDS else ()
 
 
 def _bound_of_prefetch(parts: Mapping[str, float], batches: int, reader_waits: int) -> Bound:

@@ -44,6 +44,7 @@ def page(recording: Recording, *, most_nbytes: int = MOST_NBYTES) -> str:
 def _page(recording: Recording, most_nbytes: int) -> str:
     gaps = all_gaps(recording)
     told = _told(recording, gaps)
+    doubts = told.pop("doubts")
     everything = rows(recording, gaps)
     drawn, apart = everything[:MOST_ROWS], 0
     room = most_nbytes - len(_template())
@@ -56,7 +57,7 @@ def _page(recording: Recording, most_nbytes: int) -> str:
             apart = max(FIRST_APART, least if least > apart else 2 * apart)
             drawn = thinned(drawn, apart)
             marks = _marks(drawn)
-        notes = [*recording.notes, *_thinning(recording, everything, drawn, apart)]
+        notes = [*doubts, *recording.notes, *_thinning(recording, everything, drawn, apart)]
         text = json.dumps({**told, **_encoded(drawn), "notes": notes}, separators=(",", ":"))
         # Nothing of the data may end the element that it is in.
         text = text.replace("<", "\\u003c")
@@ -89,6 +90,7 @@ def _told(recording: Recording, all_of_them: Mapping[int, Sequence[Gap]]) -> dic
     return {
         "title": "",
         "verdict": summary.verdict[:1].upper() + summary.verdict[1:],
+        "doubts": summary.doubts,
         "lead": f"{counted(len(recording.events), 'event')} in {summary.seconds:.3f} s",
         "span": recording.end - recording.start,
         "devices": [

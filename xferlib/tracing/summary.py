@@ -13,12 +13,14 @@ from typing import Literal, final
 from xferlib.tracing.events import Event, Recording
 from xferlib.tracing.gaps import Gap, GapCause, all_gaps
 from xferlib.tracing.intervals import Interval, common, length, union
-from xferlib.words import counted, in_words
+from xferlib.words import counted, doubt, in_words
 
 __all__ = ["Device", "Gaps", "Link", "Pageable", "Summary", "cause_words", "summarize"]
 
 SHOWN = 0.02
 """Share of the time of a device from which on a cause is a finding."""
+FEW_COPIES = 5
+"""With fewer one of them decides, such as the first, which pays for what is done once."""
 
 
 @final
@@ -150,7 +152,7 @@ class Summary:
                     f"  {where}: {counted(found.copies, 'copy', 'copies')} {_TO[found.direction]}, {in_words(found.nbytes)} in "
                     f"{_time(found.seconds)}"
                 )
-        return [*lines, *([] if self.findings else [self.verdict]), *self.notes]
+        return [*lines, *([] if self.findings else [self.verdict]), *self.doubts, *self.notes]
 
     @property
     def verdict(self) -> str:
@@ -163,6 +165,16 @@ class Summary:
             return "nothing to mend was found"
         first = self.findings[0]
         return f"compute stood still for {first.share:.0%} of the time: {first.words}"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why another trace of the same program may say otherwise; empty: it is long enough to tell."""
+        computing = [device for device in self.devices if device.kernels]
+        if not computing:
+            return ()
+        copies = sum([device.h2d.copies + device.d2h.copies for device in computing])
+        few = (f"of {counted(copies, 'copy', 'copies')} little can be told: take more steps",) if 0 < copies < FEW_COPIES else ()
+        return doubt(max(device.seconds for device in computing), "steps") or few
 
 
 def summarize(recording: Recording, gaps: Mapping[int, Sequence[Gap]] | None = None) -> Summary:
