@@ -40,7 +40,17 @@ def test_a_program_runs_as_ever_and_leaves_both_files(tmp_path: Path) -> None:
     assert copy["args"]["site"] == "part/train.py:7"
     assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
     assert "1 copy to the device, 1.0 MiB" in stderr
-    assert "written: run.json and run.html" in stderr
+    assert stderr.endswith("written: run.json and run.html\n")
+
+
+def test_files_that_are_replaced_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    (tmp_path / "x.html").write_text("an earlier one")
+    words = ("--html", "x.html", "--", sys.executable, "train.py")
+    assert run(*words, cwd=tmp_path)[2].endswith("written: run.json and x.html (in place of an earlier one)\n")
+    both = "written: run.json (in place of an earlier one) and x.html (in place of an earlier one)\n"
+    assert run(*words, cwd=tmp_path)[2].endswith(both)
+    assert (tmp_path / "x.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_module_runs_and_one_that_fails_shows_its_traceback(tmp_path: Path) -> None:

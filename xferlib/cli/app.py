@@ -83,9 +83,12 @@ def demo(
         float | None,
         typer.Option(min=0.0, help="Repeat the frames, each copy shifted, to this size, in memory before the clock starts."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for edges.npy and edges.png. On a slow disk, try a folder in /dev/shm.")] = Path(
-        "xferlib-demo"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for edges.npy and edges.png; earlier ones are replaced. On a slow disk, try a folder in /dev/shm."
+        ),
+    ] = Path("xferlib-demo"),
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the figures to this file, too. -: to stdout, and the table to stderr."),
@@ -173,10 +176,12 @@ def overlap(
 @app.command(context_settings={"allow_interspersed_args": False})
 def trace(
     command: Annotated[list[str], typer.Argument(help="The program: -- python train.py ..., or -- python -m package ...")],
-    json_file: Annotated[Path, typer.Option("--json", metavar="FILE", help="Where the events go, for ui.perfetto.dev.")] = Path(
-        "run.json"
-    ),
-    html: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes: open it in a browser.")] = Path("run.html"),
+    json_file: Annotated[
+        Path, typer.Option("--json", metavar="FILE", help="Where the events go, for ui.perfetto.dev. An earlier file is replaced.")
+    ] = Path("run.json"),
+    html: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where the page goes: open it in a browser. An earlier one is replaced.")
+    ] = Path("run.html"),
 ) -> None:
     """Run a Python program, record its copies and its compute, and say why they did not overlap: xferlib trace -- python train.py.
 

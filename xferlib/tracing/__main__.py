@@ -57,15 +57,16 @@ def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -
         _say(f"xferlib: the trace was lost: {error}")
         return False
     _say(f"\n{summary}")
-    failed = False
+    failed, told = False, []
     for write, path, name in ((traced.json, events, json_file), (traced.html, page, html)):
         try:
+            told.append(f"{name} (in place of an earlier one)" if path.exists() else name)
             write(path)
         except OSError as error:
             _say(f"xferlib: {name} was not written: {error}")
             failed = True
     if not failed:
-        _say(f"written: {json_file} and {html}")
+        _say(f"written: {' and '.join(told)}")
     return not failed
 
 
