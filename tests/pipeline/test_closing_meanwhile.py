@@ -117,3 +117,24 @@ def test_a_taker_that_a_closing_thread_overtakes_gets_nothing_from_behind_a_gap(
     with pytest.raises(xferlib.ClosedError, match="before its end"):
         next(loop)
     loop.close()
+
+
+@pytest.mark.parametrize("loop", ["prefetch", "slots", "drain", "out", "stream_map"])
+def test_a_loop_whose_stager_was_closed_before_its_end_says_so(loop: str) -> None:
+    with xferlib.stager("host") as stager, xferlib.Ring(stager, ((3,), np.float64), slots=3) as ring:
+        arrays = (np.zeros(3) for _ in range(20))
+        loops: dict[str, Callable[[], Any]] = {
+            "prefetch": lambda: xferlib.prefetch(arrays, stager),
+            "slots": lambda: xferlib.prefetch((ring.acquire() for _ in range(20)), stager),
+            "drain": lambda: xferlib.drain(arrays, stager),
+            "out": lambda: xferlib.drain(arrays, stager, out=np.zeros((60, 3))),
+            "stream_map": lambda: xferlib.stream_map(np.negative, arrays, stager),
+        }
+        taking = loops[loop]()
+        next(taking)
+        stager.close()
+        with pytest.raises(xferlib.ClosedError, match="this stager is closed") as caught:
+            for _ in taking:
+                pass
+        assert [note for note in caught.value.__notes__ if "the stager of this loop was closed, with stager.close() or" in note]
+        taking.close()

@@ -19,7 +19,7 @@ from xferlib.checks import uncopied, whole_number
 from xferlib.d2h import pinned_nbytes
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.latch import Latch
-from xferlib.pipeline.failed import Failed
+from xferlib.pipeline.failed import STAGER_CLOSED, Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.one_pass import steps
 from xferlib.pipeline.output_writer import OutputWriter
@@ -112,10 +112,12 @@ class Drain(Generic[TreeT_co]):
         """Submit without waiting for anything, however many are under way."""
         self._check_open()
         self._estimate(tree)
-        if self._writer is None:
-            transfer = self._pinned(tree, stream)
-        else:
-            transfer = self._into_out(self._writer, tree, stream)
+        try:
+            transfer = self._pinned(tree, stream) if self._writer is None else self._into_out(self._writer, tree, stream)
+        except ClosedError as error:
+            error.add_note(STAGER_CLOSED)
+            raise
+        if self._writer is not None:
             self._flying.append(transfer)
         self._pending.append(transfer)
         self._changed.wake()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import NoReturn, final
 
-__all__ = ["Failed"]
+__all__ = ["STAGER_CLOSED", "Failed"]
+
+STAGER_CLOSED = (
+    "the stager of this loop was closed, with stager.close() or at the end of its with block, and the loop was not over. Take what "
+    "you want before that"
+)
+"""A note: the error itself, which comes out where the consumer asks for its next item, speaks of a stager and of no loop."""
 
 
 @final

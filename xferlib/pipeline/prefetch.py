@@ -22,6 +22,7 @@ from xferlib.memory.idle_blocks import size_class
 from xferlib.packing import Packing
 from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.completion import Completion, completion_of
+from xferlib.pipeline.failed import STAGER_CLOSED
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
 from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended
 from xferlib.pipeline.phase_timer import PhaseTimer
@@ -304,6 +305,8 @@ class _Starter:
             if isinstance(batch, Slot):
                 # Whoever keeps the error would keep the slot from its ring.
                 batch.release()
+            if isinstance(error, ClosedError):
+                error.add_note(STAGER_CLOSED)
             if isinstance(error, AllocationError) and self._fits:
                 error.add_note(
                     f"depth={self._depth} has up to {self._count} batches on the device at a time, besides those "
