@@ -39,7 +39,8 @@ class UnknownBackendError(XferError, LookupError):
 
 
 class BackendUnavailableError(XferError):
-    """Raised when a backend is installed but cannot run here: package, driver or device missing, or a forked child."""
+    """Raised when a backend is installed but cannot run here: package, driver or device missing, a forked child, or the
+    end of the program."""
 
 
 class CapabilityError(XferError):

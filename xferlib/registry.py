@@ -21,6 +21,7 @@ from xferlib.protocol import Capabilities, HostStager, Opener
 from xferlib.resources import owns
 from xferlib.stager import Stager
 from xferlib.staging.profile import StagingProfile, as_profile, given_profile
+from xferlib.uninterrupted import opening
 from xferlib.workload import Workload
 
 __all__ = ["backend_module", "backends", "open_backend", "stager", "workload_of"]
@@ -69,7 +70,8 @@ def stager(
       This costs a pass of the CPU over each source at the put, and another when it is done, to compare sums. None: what
       `XFERLIB_DEBUG` says, "1" or "0".
 
-    Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it.
+    Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it. In handlers of `atexit` from Python 3.12 on
+    that may come of any backend: open a stager before the end.
     """
     for name, nbytes in (("pinned_limit", pinned_limit), ("device_limit", device_limit)):
         if nbytes is not None:
@@ -80,27 +82,28 @@ def stager(
     profile = as_profile(staging) or given_profile()
     strict = flag(strict, "strict")
     debug = resolve_debug(None if debug is None else flag(debug, "debug"))
-    if not isinstance(backend, str):
-        opened = _checked(backend)
-    elif backend == "auto":
-        opened = _open_first(device)
-    else:
-        opened = open_backend(backend, device=device)
-    try:
-        return Stager(
-            opened,
-            pinned_limit=pinned_limit,
-            device_limit=device_limit,
-            when_full=when_full,
-            strict=strict,
-            staging=profile,
-            debug=debug,
-        )
-    except BaseException:
-        # A backend that was passed is the caller's. A stager that an interrupt lost on its way here closes its own backend.
-        if isinstance(backend, str) and not owns(opened):
-            opened.close()
-        raise
+    with opening():
+        if not isinstance(backend, str):
+            opened = _checked(backend)
+        elif backend == "auto":
+            opened = _open_first(device)
+        else:
+            opened = open_backend(backend, device=device)
+        try:
+            return Stager(
+                opened,
+                pinned_limit=pinned_limit,
+                device_limit=device_limit,
+                when_full=when_full,
+                strict=strict,
+                staging=profile,
+                debug=debug,
+            )
+        except BaseException:
+            # A backend that was passed is the caller's. A stager that an interrupt lost on its way here closes its own backend.
+            if isinstance(backend, str) and not owns(opened):
+                opened.close()
+            raise
 
 
 def open_backend(name: str, *, device: int = 0) -> HostStager[Any]:

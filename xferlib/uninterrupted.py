@@ -13,14 +13,15 @@ import os
 import threading
 from _thread import get_ident, start_new_thread
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
 
+from xferlib.errors import BackendUnavailableError
 from xferlib.latch import Latch
 
-__all__ = ["collects", "finalizer_timeout", "start_thread", "uninterrupted"]
+__all__ = ["collects", "finalizer_timeout", "opening", "start_thread", "uninterrupted"]
 
 FINALIZER_SECONDS = 2.0
 """How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
@@ -83,6 +84,21 @@ def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], obj
                 start_new_thread(_start_one, (thread, refused))
                 return
     _to_start.put((thread, refused))
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """Open in here what needs threads. Raises `BackendUnavailableError` where the program ends, so that none can be started."""
+    try:
+        yield
+    except RuntimeError as error:
+        # What the interpreter and the standard library say of it, from Python 3.12 on.
+        if "interpreter shutdown" not in str(error):
+            raise
+        raise BackendUnavailableError(
+            "the program ends, and Python starts no threads any more, without which no stager can be opened. Open it, or begin the "
+            "first loop or save, before the end. If it is for a handler of atexit, register the handler behind that"
+        ) from error
 
 
 def uninterrupted(call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:

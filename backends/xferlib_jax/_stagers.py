@@ -26,7 +26,7 @@ import numpy as np
 
 import xferlib
 from xferlib.errors import XferError
-from xferlib.uninterrupted import start_thread, uninterrupted
+from xferlib.uninterrupted import opening, start_thread, uninterrupted
 
 __all__ = ["Device", "Hold", "at_once", "close", "given", "hold", "local_stagers"]
 
@@ -78,7 +78,8 @@ def hold(devices: Iterable[Device], *, keep: bool) -> Hold:
 
     `keep`: whether what is opened stays open when nobody holds it any more, for whoever comes next.
     """
-    return _SHARED.hold(tuple(devices), keep=keep)
+    with opening():
+        return _SHARED.hold(tuple(devices), keep=keep)
 
 
 def close() -> None:

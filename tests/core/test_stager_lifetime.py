@@ -7,15 +7,17 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 import xferlib
 from tests.core.fakes import WATCHDOG, Tampered, held, on_thread, run_python, succeeds, tampered, until
+from xferlib import uninterrupted
 from xferlib.callers import COLLECTS_ANYWHERE, wait_for_callers
 from xferlib.ledger import all_ledgers
 
@@ -697,3 +699,49 @@ def test_a_closed_stager_is_entered_by_nobody() -> None:
         pass
     with pytest.raises(xferlib.ClosedError), stager:
         pytest.fail("entered")
+
+
+def no_threads(refusal: str) -> Callable[..., NoReturn]:
+    """Stand for whatever starts a thread where there can be no more."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError(refusal)
+
+    return refuse
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["nothing was started", "something was started"])
+def test_where_python_starts_no_threads_since_the_program_ends_no_stager_is_opened(
+    monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    # As Python from 3.12 on refuses them in handlers of atexit.
+    refuse = no_threads("can't create new thread at interpreter shutdown")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(uninterrupted, "start_new_thread", refuse)
+    if first:
+        monkeypatch.setattr(uninterrupted, "_starting", False)
+    with pytest.raises(xferlib.BackendUnavailableError, match=r"the program ends, .*Open it, .*before the end") as caught:
+        xferlib.stager("host")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_threads_that_the_system_has_no_room_for_are_no_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_threads("can't start new thread"))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        xferlib.stager("host")
+
+
+def test_a_stager_that_is_wanted_as_the_interpreter_ends_is_opened_or_refused_in_words() -> None:
+    said = succeeds("""
+        import atexit, xferlib
+
+        @atexit.register
+        def late() -> None:
+            try:
+                xferlib.stager("host").close()
+            except xferlib.BackendUnavailableError as error:
+                # From Python 3.12 on.
+                assert "before the end" in str(error)
+            print("over")
+    """)
+    assert said == "over\n"

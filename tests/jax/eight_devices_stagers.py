@@ -30,6 +30,7 @@ from tests import children
 from tests.core.fakes import on_thread
 from tests.jax.eight_devices import MESH, assert_is, assert_nothing_is_held, nothing_left, over, random, stagers  # noqa: F401
 from tests.jax.garbage import Cycle, eventually
+from xferlib import uninterrupted
 from xferlib.stager import Stager
 
 SECONDS = 60
@@ -279,6 +280,23 @@ def test_where_one_stager_cannot_be_opened_the_others_serve_the_next_loop(monkey
     assert len(opened) == 7
     epoch()
     assert len(opened) == 8
+
+
+def test_where_python_starts_no_threads_since_the_program_ends_no_loop_opens_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    xferlib_jax.close()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(uninterrupted, "start_new_thread", refuse)
+        # Nothing of ours was started yet.
+        patch.setattr(uninterrupted, "_starting", False)
+        patch.setattr(_stagers._SHARED, "_thread", None)
+        with pytest.raises(xferlib.BackendUnavailableError, match="begin the first loop or save, before the end"):
+            xferlib_jax.prefetch([], over("a"))
+    assert_nothing_is_held()
 
 
 def test_devices_that_jax_has_made_anew_get_stagers_of_their_own() -> None:
