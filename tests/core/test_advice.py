@@ -52,6 +52,13 @@ WRONG: dict[str, tuple[Call, type[Exception], str]] = {
     "no warm-up": (lambda s: PUBLIC.assert_overlaps(print, warmup=None), TypeError, "warmup=None: expected a whole number"),
     "half a byte": (lambda s: PUBLIC.assert_overlaps(print, nbytes=0.5), TypeError, "nbytes=0.5: expected a whole number"),
     "text for a device": (lambda s: PUBLIC.assert_overlaps(print, device="x"), TypeError, "device='x': expected a whole number"),
+    "a step that was called": (lambda s: PUBLIC.assert_overlaps(None), TypeError, r"without calling it, assert_overlaps\(step\)$"),
+    "an iterator for a step": (
+        lambda s: PUBLIC.assert_overlaps(iter([])),
+        TypeError,
+        r"list_iterator\. .*pass its method __next__$",
+    ),
+    "a stager for the path of a trace": (lambda s: PUBLIC.trace(s), TypeError, "path=<Stager .*expected the path of a file"),
     "one group for a tree": (lambda s: PUBLIC.HostTree(ARRAY, s), TypeError, r"a dict of groups.*, got float32\[4, 4\]"),
 }
 

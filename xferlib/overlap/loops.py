@@ -57,10 +57,12 @@ def assert_overlaps(
     """
     __tracebackhide__ = True
     if not callable(step):
-        raise TypeError(
-            f"step: expected a function that runs one step of the loop, got {type(step).__name__}. If next() runs a step, pass "
-            "its method __next__"
+        called = (
+            "Pass it without calling it, assert_overlaps(step)"
+            if step is None
+            else "If next() runs a step, pass its method __next__"
         )
+        raise TypeError(f"step: expected a function that runs one step of the loop, got {type(step).__name__}. {called}")
     steps = whole_number(steps, "steps", least=ENOUGH)
     # What runs for the first time waits for all else.
     warmup = whole_number(warmup, "warmup", least=1)

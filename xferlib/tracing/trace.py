@@ -65,6 +65,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, gpu: bool | None = None
     known, or `gpu` is true and there is none; `FileNotFoundError` if the folder of `path` is not there,
     `IsADirectoryError` if `path` is one.
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise TypeError(f"path={path!r}: expected the path of a file for the events, or none at all")
     return Trace(None if path is None else Path(path), gpu)
 
 
