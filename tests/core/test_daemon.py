@@ -194,11 +194,24 @@ def test_a_daemon_that_has_nothing_to_do_is_woken_for_its_end() -> None:
     """)
 
 
-def test_a_stager_that_is_opened_behind_the_end_of_the_daemons_transfers_as_ever() -> None:
+def test_a_stager_that_is_opened_behind_the_end_of_the_daemons_transfers_as_ever_or_is_refused_in_words() -> None:
     said = succeeds("""
-        import atexit, numpy as np
+        import atexit, _thread, numpy as np
+
+        def starts_threads():
+            try:
+                _thread.start_new_thread(bool, ())
+            except RuntimeError:
+                return False
+            return True
 
         def late() -> None:
+            if not starts_threads():
+                try:
+                    xferlib.stager("host")
+                except xferlib.BackendUnavailableError as error:
+                    print("Open it" in str(error))
+                return
             with xferlib.stager("host") as stager:
                 for nbytes in (10, 8 << 20):
                     there = stager.put(np.ones(nbytes, np.uint8)).result()
@@ -208,7 +221,8 @@ def test_a_stager_that_is_opened_behind_the_end_of_the_daemons_transfers_as_ever
         atexit.register(late)
         import xferlib
     """)
-    assert said.split() == ["10", str(8 << 20)]
+    # Python 3.12 starts none by then.
+    assert said.split() in (["10", str(8 << 20)], ["True"])
 
 
 def test_a_child_does_nothing_of_what_its_parent_s_daemon_was_to_do() -> None:
