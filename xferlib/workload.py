@@ -103,6 +103,16 @@ class FrameworkCopy:
     """Make ready for the next copy, when this one and the compute beside it are done. Not timed."""
 
 
+class NamesStreams(Protocol):
+    """What the module may offer in addition, where streams can be named."""
+
+    def idle_stream(self) -> object:
+        """Return a stream of the framework's, of the current device, that has no work and that no other stream holds up.
+
+        Called by the thread that has entered a job of this workload.
+        """
+
+
 class CopiesItself(Protocol):
     """What the module may offer in addition: copies by the framework's own calls."""
 

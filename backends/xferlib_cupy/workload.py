@@ -16,7 +16,7 @@ import numpy.typing as npt
 from xferlib.errors import BackendUnavailableError
 from xferlib.workload import EdgeSpec, FrameworkCopy
 
-__all__ = ["EdgeJob", "edge_job", "framework_copies"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies", "idle_stream"]
 
 CTYPES = {"uint8": "unsigned char", "int16": "short", "uint16": "unsigned short", "float32": "float", "float64": "double"}
 THREADS = 256
@@ -202,3 +202,8 @@ def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uin
             finish=lambda _: own.synchronize(),
         ),
     ]
+
+
+def idle_stream() -> cupy.cuda.Stream:
+    """See `xferlib.workload.NamesStreams`."""
+    return cupy.cuda.Stream(non_blocking=True)

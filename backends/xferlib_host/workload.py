@@ -16,7 +16,7 @@ from xferlib.errors import BackendUnavailableError
 from xferlib.workload import EdgeSpec, FrameworkCopy
 from xferlib_host._stream import Stream
 
-__all__ = ["EdgeJob", "edge_job", "framework_copies"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies", "idle_stream"]
 
 Pixels = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int16]
@@ -49,6 +49,11 @@ def framework_copies(pageable: Pixels, pinned: Pixels, array: Pixels) -> list[Fr
             finish=lambda _: None,
         ),
     ]
+
+
+def idle_stream() -> Stream:
+    """See `xferlib.workload.NamesStreams`."""
+    return Stream()
 
 
 @final

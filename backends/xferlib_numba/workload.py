@@ -23,8 +23,9 @@ from xferlib_numba._memory import Block
 from xferlib_numba._module import load
 from xferlib_numba._probe import open_device
 
-__all__ = ["EdgeJob", "edge_job", "framework_copies"]
+__all__ = ["EdgeJob", "edge_job", "framework_copies", "idle_stream"]
 
+NON_BLOCKING = 1
 THREADS = 256
 TILE = (32, 8)
 BLOCKS_PER_FRAME = 256
@@ -77,6 +78,21 @@ def framework_copies(pageable: npt.NDArray[np.uint8], pinned: npt.NDArray[np.uin
             finish=lambda _: None,
         ),
     ]
+
+
+def idle_stream() -> Any:
+    """See `xferlib.workload.NamesStreams`. Streams that Numba makes stop for the NULL stream, where its users' compute is."""
+    return _non_blocking(load().cuda.get_current_device().id)
+
+
+@functools.cache
+def _non_blocking(device: int) -> Any:
+    """Make a stream on a device, the current one. Nothing destroys it, so there is one for the process."""
+    numba = load()
+    status, handle = numba.driver.binding.cuStreamCreate(NON_BLOCKING)
+    if status:
+        raise BackendUnavailableError(f"backend 'numba': the driver made no stream on device {device} ({status})")
+    return numba.cuda.external_stream(int(handle))
 
 
 class Kernels(NamedTuple):

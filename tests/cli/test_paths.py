@@ -56,6 +56,10 @@ def test_what_a_copy_does_is_said(found: OverlapRow, words: str) -> None:
     assert path.words == f"{found.call}, {found.direction.upper()}: {words}"
 
 
+def test_ours_with_a_stream_that_is_named_is_none_of_the_framework_s() -> None:
+    assert paths_of(report(row("xferlib, get(stream=idle)", 9.0, direction="d2h", kept=0.9))) == []
+
+
 def test_what_holds_something_up_is_a_finding_for_each_direction_with_what_to_do() -> None:
     paths = paths_of(report(row("set(pageable)", 5.0, behind=0.0, kept=0.9), row("put(pinned)", 1.0, behind=0.0), row("own", 1.0)))
     (line,) = findings_of(paths, "any")

@@ -136,8 +136,12 @@ def test_each_way_is_measured_in_both_orders(report: OverlapReport) -> None:
         ("xferlib", "d2h"),
         ("xferlib", "both"),
     ]
+    ours, theirs = ([row for row in report.rows[3:] if row.call.startswith("xferlib") is mine] for mine in (True, False))
+    # Where a get waits for a stream: beside it, one that names a stream without work.
+    named = [("xferlib, get(stream=idle)", way) for way in ("d2h", "both")] if report.backend == "host" else []
+    assert [(found.call, found.direction) for found in ours] == named
     # What the framework itself offers, in either direction.
-    assert {found.direction for found in report.rows[3:]} == {"h2d", "d2h"}
+    assert {found.direction for found in theirs} == {"h2d", "d2h"}
     for found in report.rows:
         assert found.copy_seconds.least > 0
         assert found.compute_seconds.least > 0
@@ -163,6 +167,27 @@ def test_a_cpu_shows_no_shares_and_says_why_before_its_times(on_gpu: bool) -> No
     assert ("overlap needs a GPU" in shown) is not on_gpu
     if not on_gpu:
         assert shown.index("overlap needs a GPU") < shown.index("copied by")
+
+
+def test_the_stream_that_has_no_work_is_named_to_gets_of_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xferlib_host import Stream
+
+    named: list[Any] = []
+    get = xferlib.Stager.get
+
+    def noted(stager: Any, tree: Any, **options: Any) -> Any:
+        named.append(options.get("stream"))
+        return get(stager, tree, **options)
+
+    monkeypatch.setattr(xferlib.Stager, "get", noted)
+    with xferlib.stager("host") as stager:
+        xferlib.measure_overlap(stager, nbytes=NBYTES, rounds=1)
+    (idle,) = set(named) - {None}
+    assert isinstance(idle, Stream)
+    # Of the four rows that get, two are alike.
+    flags = [stream is idle for stream in named]
+    assert flags == sorted(flags)
+    assert 0.4 < sum(flags) / len(flags) < 0.6
 
 
 def test_a_backend_without_device_work_is_refused() -> None:

@@ -66,7 +66,7 @@ def paths_of(report: OverlapReport) -> list[CopyPath]:
     rates = {row.direction: _gbps(report, row) for row in report.rows if row.call == OURS}
     found = []
     for row in report.rows:
-        if row.call == OURS or row.direction == "both":
+        if row.call.startswith(OURS) or row.direction == "both":
             continue
         found.append(
             CopyPath(

@@ -17,7 +17,7 @@ from xferlib.checks import positive_nbytes, whole_number
 from xferlib.overlap.overlap_report import OverlapReport, OverlapRow, Spread
 from xferlib.registry import workload_of
 from xferlib.stager import Stager, check_stager
-from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, Workload
+from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, NamesStreams, Workload
 
 __all__ = ["measure_overlap"]
 
@@ -119,6 +119,9 @@ def _copies(bench: _Bench, work: Workload) -> Iterator[FrameworkCopy]:
     def both() -> Any:
         return put(), get()
 
+    def get_of(stream: object) -> Any:
+        return stager.get(bench.array, out=bench.out, stream=stream)
+
     def wait(transfer: Any) -> None:
         transfer.synchronize()
 
@@ -131,6 +134,12 @@ def _copies(bench: _Bench, work: Workload) -> Iterator[FrameworkCopy]:
     yield FrameworkCopy(call="xferlib", direction="h2d", why="", start=put, finish=wait)
     yield FrameworkCopy(call="xferlib", direction="d2h", why=why, start=get, finish=wait)
     yield FrameworkCopy(call="xferlib", direction="both", why=why, start=both, finish=wait_for_both)
+    if why and hasattr(work, "idle_stream"):
+        # What that says can be had: the array was made on a stream that has nothing more to do.
+        idle = cast("NamesStreams", work).idle_stream()
+        call = "xferlib, get(stream=idle)"
+        yield FrameworkCopy(call=call, direction="d2h", why="", start=lambda: get_of(idle), finish=wait)
+        yield FrameworkCopy(call=call, direction="both", why="", start=lambda: (put(), get_of(idle)), finish=wait_for_both)
     if hasattr(work, "framework_copies"):
         yield from cast("CopiesItself", work).framework_copies(bench.pageable, bench.pinned, bench.array)
 

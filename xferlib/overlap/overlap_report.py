@@ -71,7 +71,7 @@ class OverlapRow:
     """One way to copy, beside compute that takes longer.
 
     Attributes:
-        call: "xferlib", or the framework's own call.
+        call: "xferlib", with what matters of its arguments behind a comma, or the framework's own call.
         direction: To the device, to the host, or one of each at once.
         copy_seconds: The copy alone; with "both", the two at once.
         compute_seconds: The compute alone.
