@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -256,6 +257,58 @@ def test_who_waits_for_a_slot_is_woken_by_another_thread(stager: xferlib.Stager,
         ring.close()
 
 
+@pytest.mark.parametrize("how", ["put", "release", "release of one that is back", "close"])
+def test_who_waits_is_woken_behind_the_change_and_not_before(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    ring = xferlib.Ring(stager, SPEC, slots=1)
+    slot = ring.acquire()
+    seen: list[bool] = []
+    monkeypatch.setattr(ring, "_changed", SimpleNamespace(wake=lambda: seen.append(ring._has_changed())))
+    if how == "put":
+        slot.put()
+    elif how == "close":
+        ring.close()
+    else:
+        if how != "release":
+            ring._land(slot._number)
+        slot.release()
+    assert seen == [True]
+    ring.close()
+
+
+def test_a_slot_that_is_dropped_in_front_of_a_nap_is_seen_by_it(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        slots = [ring.acquire()]
+        found: list[bool] = []
+
+        def nap(reached: Callable[[], object], seconds: float) -> None:
+            slots.clear()
+            found.append(bool(reached()))
+
+        monkeypatch.setattr(ring, "_changed", SimpleNamespace(wait_for=nap, wake=lambda: None))
+        ring.acquire()
+        assert found == [True]
+
+
+def test_nobody_is_told_of_a_slot_that_has_just_come_back(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    with xferlib.Ring(stager, SPEC, slots=1) as ring:
+        slots = [ring.acquire()]
+
+        def nap(reached: Callable[[], object], seconds: float) -> None:
+            nonlocal now
+            now += 11
+            slots.clear()
+
+        monkeypatch.setattr(ring_module, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
+        monkeypatch.setattr(ring, "_changed", SimpleNamespace(wait_for=nap, wake=lambda: None))
+        with monkeypatch.context() as patch:
+            patch.setattr(ring_module, "gc", SimpleNamespace(collect=lambda: None))
+            # A warning is an error.
+            ring.acquire()
+
+
 def test_who_waits_for_a_slot_looks_ever_less_often(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it holds itself may come back only by a look, and to look all the time would take a tenth of a core."""
     now, naps, collections = 0.0, list[float](), list[float]()
@@ -263,6 +316,7 @@ def test_who_waits_for_a_slot_looks_ever_less_often(stager: xferlib.Stager, monk
     def nap(reached: Callable[[], object], seconds: float) -> None:
         nonlocal now
         assert not reached()
+        assert seconds >= ring_module.FIRST_NAP_SECONDS
         naps.append(seconds)
         now += seconds
 
@@ -500,6 +554,7 @@ def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xfer
     [
         ({"x": LEAF, "z": {"y": LEAF}}, KeyError, r"there is no 'y' in this slot: there are 'x', 'z'\"$"),
         ({f"n{number}": LEAF for number in range(40)}, KeyError, r"there are 'n0', .*'n15', \.\.\.\"$"),
+        ({f"n{number}": LEAF for number in range(16)}, KeyError, r"there are 'n0', .*'n15'\"$"),
         (LEAF, TypeError, r"slot\['y'\]: no names in uint8\[4\], 4 bytes\. Look at slot\.tree$"),
         ([LEAF], TypeError, r"no names in \[uint8\[4\]\],"),
         (Pair(LEAF, LEAF), TypeError, r"no names in Pair\(first=uint8\[4\]"),
@@ -509,12 +564,27 @@ def test_a_name_that_a_slot_has_not_is_told_those_that_it_has(
     stager: xferlib.Stager, spec: Any, error: type[Exception], words: str
 ) -> None:
     with xferlib.Ring(stager, spec, slots=1) as ring, ring.acquire() as slot:
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=words) as caught:
             slot["y"]
+        assert caught.value.__suppress_context__
         # Whatever else is asked of a tree is the tree's to refuse.
         if not isinstance(spec, dict):
             with pytest.raises(IndexError, match="out of "):
                 slot[7]
+
+
+def test_what_a_tree_that_is_no_mapping_says_of_a_key_stands(stager: xferlib.Stager) -> None:
+    @dataclass
+    class Record:
+        x: Any
+
+        def __getitem__(self, name: str) -> Any:
+            return {"x": self.x}[name]
+
+    with xferlib.Ring(stager, Record(LEAF), slots=1) as ring, ring.acquire() as slot:
+        assert slot["x"].shape == (4,)
+        with pytest.raises(KeyError, match=r"^'y'$"):
+            slot["y"]
 
 
 def test_a_slot_says_how_many_rows_it_puts(stager: xferlib.Stager) -> None:

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from types import TracebackType
@@ -335,6 +335,9 @@ class Slot(Generic[TreeT_co]):
         try:
             return tree[key]
         except KeyError:
+            # A class of a framework's registry need not name what it has.
+            if not isinstance(tree, Mapping):
+                raise
             there = ", ".join(map(repr, islice(tree, SHOWN)))
             raise KeyError(f"there is no {key!r} in this slot: there are {there}{', ...' if len(tree) > SHOWN else ''}") from None
         except (IndexError, TypeError):
