@@ -155,8 +155,13 @@ def check_like_array(leaf: object) -> None:
 
     Of anything else the backend knows better what it is.
     """
-    kind, offered = type(leaf), set(dir(type(leaf)))
-    if rides_along(kind) or issubclass(kind, list | tuple | memoryview) or offered & ARRAYS_OFFER:
+    kind = type(leaf)
+    # Not `dir`, nor `isinstance` below: a class may answer them as it likes, or not at all.
+    offered, is_class = set(type.__dir__(kind)), issubclass(kind, type)
+    if rides_along(kind) or issubclass(kind, list | tuple) or offered & ARRAYS_OFFER:
+        return
+    # One object may have what its class has not. Of a class itself this says nothing.
+    if not is_class and any(hasattr(leaf, name) for name in ARRAYS_OFFER):
         return
     if {"result", "done"} <= offered:
         advice = "Pass what its result() returns"
@@ -166,10 +171,12 @@ def check_like_array(leaf: object) -> None:
         advice = "Pass what it returns, or leave it out of the tree"
     else:
         advice = "Leave it out of the tree"
-    if isinstance(leaf, type):
-        what = f"the class {leaf.__qualname__}"
-    elif inspect.isroutine(leaf):
-        what = f"the function {leaf.__qualname__}"
+    # What Python calls a routine may have no name, such as a cached property.
+    name = getattr(leaf, "__qualname__", None)
+    if is_class:
+        what = f"the class {name}"
+    elif inspect.isroutine(leaf) and isinstance(name, str):
+        what = f"the function {name}"
     else:
         what = f"{kind.__module__}.{kind.__qualname__}"
     raise TypeError(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import pytest
 
 import xferlib
+from tests.core.fakes import tampered
 
 ARRAY = np.ones((4, 4), np.float32)
 SPEC = ((4,), np.uint8)
@@ -30,6 +33,15 @@ WRONG: dict[str, tuple[Call, type[Exception], str]] = {
     "a class to get": (lambda s: s.get([Batches]), TypeError, f"the class Batches, {NO_ARRAY}Pass what it returns, or leave"),
     "an object to get": (lambda s: s.get({"x": object()}), TypeError, f"builtins.object, {NO_ARRAY}Leave it out of the tree$"),
     "a future to get": (lambda s: s.get(Future()), TypeError, rf"_base\.Future, {NO_ARRAY}Pass what its result\(\) returns$"),
+    "what has a result and is no future": (
+        lambda s: s.get(Finished()),
+        TypeError,
+        f"Finished, {NO_ARRAY}Leave it out of the tree$",
+    ),
+    "a cached property to get": (lambda s: s.get(cached_property(len)), TypeError, f"functools.cached_property, {NO_ARRAY}Leave"),
+    "what takes itself for a class": (lambda s: s.get(Pretender()), TypeError, f"Pretender, {NO_ARRAY}Leave"),
+    "what lists no names": (lambda s: s.get([Unlisted()]), TypeError, f"Unlisted, {NO_ARRAY}Leave"),
+    "a list of a class of its own": (lambda s: s.get(Listed([1.0])), TypeError, r"Convert it with numpy\.asarray$"),
     "bytes to get": (lambda s: s.get(memoryview(b"a")), TypeError, r"Convert it with numpy\.asarray$"),
     "a masked array to get": (lambda s: s.get(np.ma.zeros(3)), TypeError, r"Convert it with array\.filled\(\)$"),
     "text for out": (lambda s: s.get(ARRAY, out="x"), TypeError, r"Pass numpy\.empty\(shape, dtype\), or no out at all$"),
@@ -63,6 +75,36 @@ WRONG: dict[str, tuple[Call, type[Exception], str]] = {
 }
 
 
+class Finished:
+    """What has a result, and was never under way."""
+
+    def result(self) -> None:
+        """Return nothing."""
+
+
+class Pretender:
+    """What names another class as its own."""
+
+    @property  # type: ignore[misc]  # on purpose
+    def __class__(self) -> type:
+        return type
+
+
+class Secretive(type):
+    """Classes that do not say what they have."""
+
+    def __dir__(cls) -> NoReturn:
+        raise RuntimeError("no names are given")
+
+
+class Unlisted(metaclass=Secretive):
+    """One of them."""
+
+
+class Listed(list[Any]):
+    """A list that no tree library takes apart."""
+
+
 class Batches:
     """A loader that was not made."""
 
@@ -74,6 +116,27 @@ class Batches:
 def test_a_wrong_argument_is_told_what_to_do(stager: xferlib.Stager, call: Call, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"(?sm){words}"):
         call(stager)
+
+
+@pytest.mark.parametrize(
+    "offered", ["shape", "dtype", "__array__", "__array_interface__", "__dlpack__", "__cuda_array_interface__"]
+)
+def test_what_may_be_an_array_of_some_library_is_for_the_backend_to_judge(stager: xferlib.Stager, offered: str) -> None:
+    of_class = type("Other", (), {offered: None})()
+    for array in (of_class, SimpleNamespace(**{offered: None})):
+        with pytest.raises(TypeError, match=r"^the device arrays of backend 'host' are .*Convert it with numpy\.asarray"):
+            stager.get(array)
+    with pytest.raises(TypeError, match="got the class Other, which is neither"):
+        stager.get(type(of_class))
+
+
+def test_of_a_backend_that_describes_its_arrays_all_else_is_asked_as_well() -> None:
+    def as_source(array: object, stream: object = None) -> NoReturn:
+        raise TypeError("it has another name for this")
+
+    backend = tampered(name="describes", describe=lambda array: None, as_source=as_source)
+    with xferlib.stager(backend) as stager, pytest.raises(TypeError, match="another name for this"):
+        stager.get([object()])
 
 
 def test_nothing_to_collate_is_refused_before_a_slot_is_acquired(stager: xferlib.Stager) -> None:

@@ -393,6 +393,51 @@ def test_what_is_refused_at_the_call_leaves_nothing(tmp_path: Path, stagers: lis
         assert caught.value.__notes__ == ["at tree.b[0]"]
 
 
+class Whole:
+    """An array of a library whose arrays have all that they have by themselves, and not by their class."""
+
+    def __init__(self, array: Any) -> None:
+        self.shape = array.shape
+        self.dtype = array.dtype
+        self.array = array
+
+
+class CutWhole(Cut):
+    def shards(self, array: Any) -> list[tuple[Stager, Any, tuple[int, ...]]]:
+        return super().shards(array.array)
+
+
+def test_an_array_is_one_whatever_its_class_has(tmp_path: Path, stagers: list[Stager]) -> None:
+    array = np.arange(12.0)
+    xferlib.save(tmp_path / "a.safetensors", {"a": Whole(array)}, CutWhole(stagers)).result(60)
+    assert (xferlib.load(tmp_path / "a.safetensors", stagers[0])["a"] == array).all()
+
+
+class Describing:
+    """The host's backend, if it described its arrays."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    name = "describing"
+
+    @staticmethod
+    def describe(array: Any) -> Any:
+        return None
+
+
+def test_where_the_backend_describes_its_arrays_what_knows_the_shards_refuses_what_is_none(
+    tmp_path: Path, stagers: list[Stager]
+) -> None:
+    cut = Cut(stagers)
+    cut.backend = Describing(cut.backend)
+    with pytest.raises(TypeError, match=r"^expected an array, got NotImplemented"):
+        xferlib.save(tmp_path / "a.safetensors", {"a": np.zeros(3), "b": NotImplemented}, cut)
+
+
 def test_a_piece_is_copied_by_those_that_have_a_part_of_it(stagers: list[Stager]) -> None:
     array = bits((30, 6), np.dtype(np.uint8))
     reader = ShardedReader(Cut(stagers, {id(array): ((10, 20), ())}), array, snapshot=False)

@@ -178,8 +178,9 @@ def test_keys_and_foreign_arrays_are_refused(stager: Stager) -> None:
     wide, of_bytes = np.zeros(1), np.zeros(1, "S3")
     for on_host in (words(1), 1.5, np.float32(1), wide, of_bytes):
         for tree in (on_host, [on_host, words(1)]):
-            with pytest.raises(TypeError, match=r"^expected a jax.Array, got .*\. It is on the host already"):
+            with pytest.raises(TypeError, match=r"^expected a jax.Array, got .*\. It is on the host already") as caught:
                 stager.get(tree)
+            assert caught.value.__suppress_context__ or caught.value.__context__ is None
     with pytest.raises(TypeError, match=r"^expected a jax.Array, got .*\. It is on the host already.*\nat tree.x$"):
         stager.get({"x": wide}, out={"x": np.zeros(3, np.uint8)})
     with pytest.raises(TypeError, match=r"expected a device array, got builtins\.object, which is neither"):
