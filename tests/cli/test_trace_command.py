@@ -129,6 +129,47 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "the folder of 'missing/run.html' is not there" in stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--json", "run.html"), "'run.html' cannot be both files, the events and the page. Give one of them another name"),
+        (("--json", "a.json", "--html", "link.html"), "'link.html' cannot be both files"),
+        (("--html", "there/.."), "'there/..' is a folder. Name a file in it"),
+    ],
+)
+def test_what_cannot_be_both_files_is_refused_before_the_program_runs(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    (tmp_path / "link.html").symlink_to("a.json")
+    (tmp_path / "there").mkdir()
+    status, stdout, stderr = run(*words, "--", sys.executable, "train.py", cwd=tmp_path)
+    assert (status, stdout) == (1, "")
+    assert message in stderr
+
+
+def test_what_is_no_file_holds_nothing_earlier(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    status, _, stderr = run("--json", "/dev/null", "--html", "/dev/null", "--", sys.executable, "train.py", cwd=tmp_path)
+    assert (status, stderr.splitlines()[-1]) == (0, "written: /dev/null and /dev/null")
+
+
+def test_a_name_that_no_file_can_have_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    name = "x" * 300
+    status, stdout, stderr = run("--json", name, "--", sys.executable, "train.py", cwd=tmp_path)
+    assert (status, stdout) == (1, "")
+    assert f"{name!r} can be no file: File name too long. Choose another one" in stderr
+
+
+def test_a_file_of_which_nobody_can_tell_whether_it_is_there_leaves_the_other(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    name = "x" * 300
+    command = [sys.executable, "-m", "xferlib.tracing", name, "run.html", "train.py"]
+    ended = children.run(command, seconds=60, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, "ran\n")
+    assert f"xferlib: {name} was not written: " in ended.stderr
+    assert (tmp_path / "run.html").exists()
+
+
 TERMINATED = """
 import os, signal, sys, time
 

@@ -31,6 +31,14 @@ def run(command: Sequence[str], json_file: Path, html: Path) -> NoReturn:
     for file in (json_file, html):
         if not file.resolve().parent.is_dir():
             raise CommandError(f"the folder of {str(file)!r} is not there. Make it first, or choose another file")
+        try:
+            is_folder = file.is_dir()
+        except OSError as error:
+            raise CommandError(f"{str(file)!r} can be no file: {error.strerror}. Choose another one") from error
+        if is_folder:
+            raise CommandError(f"{str(file)!r} is a folder. Name a file in it")
+    if json_file.resolve() == html.resolve() and (json_file.is_file() or not json_file.exists()):
+        raise CommandError(f"{str(html)!r} cannot be both files, the events and the page. Give one of them another name")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(line[0], line)

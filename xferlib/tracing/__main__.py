@@ -60,7 +60,7 @@ def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -
     failed, told = False, []
     for write, path, name in ((traced.json, events, json_file), (traced.html, page, html)):
         try:
-            told.append(f"{name} (in place of an earlier one)" if path.exists() else name)
+            told.append(f"{name} (in place of an earlier one)" if path.is_file() else name)
             write(path)
         except OSError as error:
             _say(f"xferlib: {name} was not written: {error}")
