@@ -58,9 +58,12 @@ def local_stagers(*, pinned_limit: int | None = None, device_limit: int | None =
 def given(stagers: Sequence[xferlib.Stager], devices: Iterable[Device]) -> Hold:
     """Hold the caller's stagers for these devices, without closing them. Raises `TypeError` and `ValueError`."""
     by_device: dict[Device, xferlib.Stager] = {}
-    if not isinstance(stagers, Iterable):
-        raise TypeError(f"stagers={stagers!r}: expected several, one for each device. Pass a list of them: stagers=[stager]")
-    for stager in stagers:
+    try:
+        several = iter(stagers)
+    except TypeError:
+        words = f"stagers={stagers!r}: expected several, one for each device. Pass a list of them: stagers=[stager]"
+        raise TypeError(words) from None
+    for stager in several:
         if not isinstance(stager, xferlib.Stager) or stager.name != "jax":
             raise TypeError(f'stagers: expected stagers of backend "jax", got {stager!r}')
         device = stager.backend.jax_device  # type: ignore[attr-defined]  # Of both backends of this package.

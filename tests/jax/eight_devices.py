@@ -623,6 +623,18 @@ def test_stagers_that_do_not_fit_are_refused(stagers: tuple[Stager, ...]) -> Non
         xferlib_jax.prefetch([], over("a"), stagers=one)
 
 
+def test_stagers_may_be_in_whatever_a_loop_goes_over(stagers: tuple[Stager, ...]) -> None:
+    class Old:
+        """A sequence as there were before there were iterators."""
+
+        def __getitem__(self, number: int) -> Stager:
+            return stagers[number]
+
+    old: Any = Old()
+    with xferlib_jax.prefetch([random((8, 2))], over("a"), stagers=old) as batches:
+        assert len(list(batches)) == 1
+
+
 def test_exceptions_of_the_source_come_out_in_their_place_with_their_traceback() -> None:
     def broken_source() -> Iterator[Any]:
         yield random((16, 4))
