@@ -137,8 +137,10 @@ def test_a_result_that_is_refused_takes_no_rows(stager: xferlib.Stager) -> None:
     out = np.zeros((3, 4))
     with xferlib.Drain(stager, 1, out=out) as drain:
         drain.submit(np.full(4, 1.0))
-        with pytest.raises(ValueError, match="dtype"):
+        with pytest.raises(ValueError, match="dtype") as caught:
             drain.submit(np.full(4, 2, np.int32))
+        # Its stager is open.
+        assert not [note for note in getattr(caught.value, "__notes__", ()) if "closed" in note]
         drain.submit(np.full(4, 3.0))
         drain.synchronize()
     assert out[:, 0].tolist() == [1, 3, 0]

@@ -175,7 +175,9 @@ def test_more_that_overlap_than_there_are_lanes_are_one_mark_with_all_their_byte
 
 def test_a_doubt_stands_beneath_the_verdict() -> None:
     short = recording(kernel(0, 10), copy(2, 6), kernel(20, 100), notes=("a note",))
-    assert data_of(page(short))["notes"] == ["in so short a time another run may say otherwise: take more steps", "a note"]
+    told = data_of(page(short))
+    assert "doubts" not in told
+    assert told["notes"] == ["in so short a time another run may say otherwise: take more steps", "a note"]
     long = recording(kernel(0, 10), *(copy(at, at + 1) for at in range(5)), kernel(20, 300))
     assert data_of(page(long))["notes"] == []
 

@@ -225,3 +225,13 @@ def test_of_a_trace_without_kernels_there_is_nothing_to_doubt() -> None:
     assert summarize(recording(copy(0, 1))).doubts == ()
     # Another device that only copies does not make the time longer.
     assert summarize(recording(kernel(0, 1), copy(0, 500, device=1))).doubts == (IN_SO_SHORT_A_TIME,)
+
+
+def test_copies_of_both_directions_and_devices_that_compute_tell_together() -> None:
+    ends = kernel(0, 10), kernel(20, 300)
+    both = *(copy(at, at + 1) for at in range(3)), copy(4, 5, kind="d2h"), copy(6, 7, kind="d2h")
+    assert summarize(recording(*ends, *both)).doubts == ()
+    # One device that ran for long enough will do, and what only copies adds nothing to the others.
+    assert summarize(recording(*ends, *(copy(at, at + 1) for at in range(5)), kernel(0, 5, device=1))).doubts == ()
+    idle = [copy(at, at + 1, device=1) for at in range(9)]
+    assert summarize(recording(*ends, copy(1, 2), *idle)).doubts == ("of 1 copy little can be told: take more steps",)
