@@ -17,7 +17,7 @@ import pytest
 from xferlib_host import Stream
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
+from tests.core.fakes import held, on_thread, succeeds, tampered
 from tests.pipeline.failing import failing_copies
 from tests.pipeline.steps import PATIENCE, busy, h2d, part, until
 from xferlib import latch
@@ -592,3 +592,35 @@ def test_a_slot_says_how_many_rows_it_puts(stager: xferlib.Stager) -> None:
         assert repr(slot) == "<Slot: {'x': uint8[4, 3]}, 12 bytes, acquired>"
         slot.rows = 1
         assert repr(slot) == "<Slot: {'x': uint8[4, 3]}, 12 bytes, 1 row, acquired>"
+
+
+@pytest.mark.parametrize("held_slots", [0, 2])
+def test_a_forked_child_gets_no_slot_whose_memory_is_the_parent_s(held_slots: int) -> None:
+    """Pages of a ring may be shared with the parent, whose copies read them. A thread of the parent's may wait in `acquire`."""
+    shown = succeeds(f"""
+        import os, threading, time, xferlib
+        with xferlib.stager("host") as stager, xferlib.Ring(stager, ((4,), "u1"), slots=2) as ring:
+            slots = [ring.acquire() for _ in range({held_slots})]
+            waiting = threading.Thread(target=lambda: ring.acquire().release())
+            if slots:
+                waiting.start()
+                while not ring._changed._sleepers:
+                    time.sleep(0.001)
+            child = os.fork()
+            if child == 0:
+                try:
+                    ring.acquire()
+                except xferlib.BackendUnavailableError as error:
+                    print("SharedRing" in str(error))
+                ring.close()
+                print("closed", flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            for slot in slots:
+                slot.release()
+            if slots:
+                waiting.join()
+            ring.acquire().release()
+            print("parent")
+    """)
+    assert shown.split() == ["True", "closed", "parent"]

@@ -26,6 +26,7 @@ from xferlib.callers import user_line
 from xferlib.checks import check_iterable, checked_at, package_of, shorten, uncopied, whole_number
 from xferlib.debug import verify_done
 from xferlib.errors import ClosedError, TransferError
+from xferlib.forks import forget_in_child, unavailable_in_child
 from xferlib.latch import Latch
 from xferlib.ledger import reap_all
 from xferlib.memory.arrays import Array, address_of
@@ -106,7 +107,8 @@ class Ring(Generic[TreeT_co]):
         self._acquired_by = [0] * slots
         """By slot, the thread that acquired it last."""
         self._waiting = threading.RLock()
-        self._closed = False
+        self._closed = self._forked = False
+        forget_in_child(self)
 
     @staticmethod
     def _laid_out(stager: Stager, spec: Any) -> SlotLayout:
@@ -125,8 +127,10 @@ class Ring(Generic[TreeT_co]):
         """Return a slot to be written, its contents undefined.
 
         If none is idle, it waits for the oldest one in flight. If none is in flight either, it waits until whoever has one puts it
-        or lets go of it, with a `RuntimeWarning` after ten seconds. Raises `ClosedError`.
+        or lets go of it, with a `RuntimeWarning` after ten seconds. Raises `ClosedError`, and `BackendUnavailableError` in a forked
+        child, whose slots would be the parent's.
         """
+        self._check_open()
         began = time.perf_counter()
         waited = False
         # One at a time, so that slots are waited for in the order in which they were put.
@@ -164,6 +168,8 @@ class Ring(Generic[TreeT_co]):
         Slots that are held stay valid until they go, and so do those that something else uses.
         """
         self._closed = True
+        if self._forked:
+            return
         # Whoever waits in acquire is told.
         self._changed.wake()
         while self._put:
@@ -282,7 +288,14 @@ class Ring(Generic[TreeT_co]):
             "Put or release one before another is acquired, let go of its arrays, or give the ring more slots"
         )
 
+    def forget(self) -> None:
+        """Refuse to give out slots: this process is a forked child. See `ForkSafe`."""
+        self._forked = True
+
     def _check_open(self) -> None:
+        if self._forked:
+            advice = "Make a Ring in the child, with a stager of the child's, or let a SharedRing's workers fill slots"
+            raise unavailable_in_child("a ring gives out no slots", "it was made", advice)
         if self._closed:
             raise ClosedError("this ring is closed. Make another Ring")
 
