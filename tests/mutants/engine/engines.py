@@ -656,7 +656,7 @@ MUTANTS = (
         "a file is closed while parts of it are being read",
         "j->filling > 0 || !all_started(j);",
         "!all_started(j);",
-        "reads_a_file_bit_by_bit",
+        "closes_no_file_that_is_read",
     ),
     Mutant(
         "what a file does not have counts as read",
