@@ -134,7 +134,7 @@ def _copies(bench: _Bench, work: Workload) -> Iterator[FrameworkCopy]:
     yield FrameworkCopy(call="xferlib", direction="h2d", why="", start=put, finish=wait)
     yield FrameworkCopy(call="xferlib", direction="d2h", why=why, start=get, finish=wait)
     yield FrameworkCopy(call="xferlib", direction="both", why=why, start=both, finish=wait_for_both)
-    if why and hasattr(work, "idle_stream"):
+    if stager.capabilities.streams and hasattr(work, "idle_stream"):
         # What that says can be had: the array was made on a stream that has nothing more to do.
         idle = cast("NamesStreams", work).idle_stream()
         call = "xferlib, get(stream=idle)"
