@@ -254,7 +254,7 @@ class Drain(Generic[TreeT_co]):
             self._pending.remove(transfer)
         except ValueError:
             return False
-        if isinstance(transfer, Transfer):
+        if self._writer is not None and isinstance(transfer, Transfer):
             with suppress(ValueError):
                 self._flying.remove(transfer)
         self._taken += 1

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from types import TracebackType
-from typing import Any, Generic, NoReturn, SupportsIndex, final
+from typing import Any, Generic, NoReturn, final
 
 import numpy as np
 
@@ -373,7 +373,7 @@ class Slot(Generic[TreeT_co]):
         self._check()
         leaves, _ = self._trees.arrays(self._tree)
         room = min((len(leaf) if leaf.ndim else 0) for leaf in leaves)
-        if rows is not None and not isinstance(rows, SupportsIndex):
+        if rows is not None and not hasattr(type(rows), "__index__"):
             raise TypeError(f"rows={rows!r}: expected an int, or None for all")
         if rows is not None and not 0 <= rows <= room:
             raise ValueError(f"rows={rows!r}: the first axes of this slot have room for 0 to {room}")
