@@ -45,12 +45,14 @@ class EdgeJob:
             plane = (spec.frames, spec.height, self._words)
             self._images = [cupy.empty(plane, np.uint32), cupy.empty(plane, np.uint32)]
             self._extremes = cupy.empty((spec.frames, 2), np.uint64)
+            self._graphs: dict[tuple[int, int], Any] = {}
             self._results = [cupy.zeros((spec.frames, spec.height, spec.width), np.uint8) for _ in range(spec.slots)]
             frames = cupy.zeros((spec.frames, *spec.frame_shape), spec.dtype)
             # The fills above are on another stream.
             self._device.synchronize()
             with self._stream:
-                # A kernel's first launch loads it, which waits for whatever runs then.
+                # A kernel's first launch loads it, which waits for whatever runs then, and which a graph may not have in it.
+                self._kernels.blur(self._images[0], self._images[1], spec.frames)
                 self.launch(frames, 0, rounds=1)
             self._stream.synchronize()
 
@@ -70,13 +72,25 @@ class EdgeJob:
         count = len(frames)
         result = self._results[slot][:count]
         self._kernels.extremes(frames, self._extremes, count)
-        image, other = self._images
-        self._kernels.normalise(frames, self._extremes, image, count)
-        for _ in range(rounds):
-            self._kernels.blur(image, other, count)
-            image, other = other, image
-        self._kernels.sobel(image, result, count)
+        self._kernels.normalise(frames, self._extremes, self._images[0], count)
+        if rounds:
+            self._blurs(rounds, count).launch()
+        self._kernels.sobel(self._images[rounds % 2], result, count)
         return result
+
+    def _blurs(self, rounds: int, count: int) -> Any:
+        """Return a graph of so many blurs, from the first image to the second, back, and so on.
+
+        Between the launches of many, the caller would wait for the interpreter each time, beside threads that read and write.
+        """
+        graph = self._graphs.get((rounds, count))
+        if graph is None:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                stream.begin_capture()
+                for turn in range(rounds):
+                    self._kernels.blur(self._images[turn % 2], self._images[(turn + 1) % 2], count)
+                self._graphs[rounds, count] = graph = stream.end_capture()
+        return graph
 
     def synchronize(self) -> None:
         self._stream.synchronize()
