@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.core.fakes import until
 from xferlib.cli import command_error, main
 from xferlib.cli.demo import reference, verify
 from xferlib.cli.demo.figures import _hidden, hidden_share
+from xferlib.cli.demo.progress_bar import Bar
 from xferlib.cli.demo.result import ResultFile
 
 FRAMES = 40
@@ -94,7 +94,7 @@ def test_a_npy_file_goes_through_and_comes_out_verified(
     assert {0, FRAMES - 1} <= set(told["verified_frames"])
     assert (told["backend"], told["on_gpu"], told["rounds"]) == ("host", False, 2)
     assert (told["h2d_nbytes"], told["d2h_nbytes"]) == (frames.nbytes, result.nbytes)
-    assert set(told["stages"]) == {"read", "h2d", "compute", "d2h", "write"}
+    assert set(told["stages"]) == {"read", "h2d", "compute", "d2h"}
     assert all(seconds > 0 for seconds in told["stages"].values())
     assert told["hidden"] == pytest.approx(hidden_share(told["stages"], told["total_seconds"]))
     assert sorted(path.name for path in out.iterdir()) == ["edges.npy", "edges.png"]
@@ -246,17 +246,17 @@ def test_device_work_that_is_off_by_one_is_never_called_verified(
     assert "the result is wrong" in shown.err
 
 
-@pytest.mark.parametrize("lost", [0, 20, 39])
-def test_a_batch_that_was_never_written_is_noticed(
+@pytest.mark.parametrize("lost", [0, 20, 36])
+def test_frames_that_were_never_written_are_noticed(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    right = ResultFile.write
+    right = ResultFile.finish
 
-    def forgetful(self: ResultFile, start: int, batch: npt.NDArray[np.uint8]) -> None:
-        if not start <= lost < start + len(batch):
-            right(self, start, batch)
+    def forgetful(self: ResultFile) -> float:
+        self.frames[lost : lost + 4] = 0
+        return right(self)
 
-    monkeypatch.setattr(ResultFile, "write", forgetful)
+    monkeypatch.setattr(ResultFile, "finish", forgetful)
     assert demo(source, "--out", tmp_path, "--json", tmp_path / "figures.json", "--no-sheet") == 1
     assert figures(tmp_path / "figures.json")["verified"] is False
 
@@ -264,14 +264,7 @@ def test_a_batch_that_was_never_written_is_noticed(
 def test_ctrl_c_removes_the_unfinished_result(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-
-    def interrupting(self: ResultFile, start: int, batch: npt.NDArray[np.uint8]) -> None:
-        if start == 0:
-            signal.pthread_kill(main_thread, signal.SIGINT)
-
-    monkeypatch.setattr(ResultFile, "write", interrupting)
+    monkeypatch.setattr(Bar, "advance", lambda self, frames: signal.raise_signal(signal.SIGINT))
     out = tmp_path / "out"
     assert demo(source, "--out", out, "--no-sheet") == 130
     assert list(out.iterdir()) == []

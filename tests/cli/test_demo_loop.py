@@ -38,12 +38,12 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
     count, depth = request.param, 2
     spec = EdgeSpec(frames=BATCH, height=HEIGHT, width=WIDTH, channels=None, dtype=np.dtype(np.uint8), slots=depth + 1)
     with (
-        ThreadPoolExecutor(2 * count) as pool,
+        ThreadPoolExecutor(count) as readers,
         xferlib.stager("host") as stager,
         xferlib.Ring(stager, ((BATCH, HEIGHT, WIDTH), np.uint8), slots=depth + count) as ring,
         workload_of("host").edge_job(spec) as job,
     ):
-        yield Loop(stager, ring, job, spec, from_array(SOURCE, "noise"), pool, threads=count, depth=depth)
+        yield Loop(stager, ring, job, spec, from_array(SOURCE, "noise"), readers, threads=count, depth=depth)
     assert threads() == before
 
 
@@ -52,8 +52,8 @@ def reading(loop: Loop, read: Callable[[int, Array], None]) -> Loop:
     return replace(loop, source=replace(loop.source, read=read))
 
 
-def drop(start: int, frames: Array) -> None:
-    pass
+def room() -> Array:
+    return np.zeros(SOURCE.shape, np.uint8)
 
 
 def failing_after(count: int) -> Callable[..., None]:
@@ -67,24 +67,33 @@ def failing_after(count: int) -> Callable[..., None]:
 
 
 def test_every_frame_arrives_where_it_belongs(loop: Loop) -> None:
-    result = np.zeros(SOURCE.shape, np.uint8)
-    written: list[int] = []
-
-    def write(start: int, frames: Array) -> None:
-        result[start : start + len(frames)] = frames
-
-    run = loop.run(FRAMES, rounds=2, write=write, progress=written.append)
+    result = room()
+    told: list[int] = []
+    run = loop.run(FRAMES, rounds=2, out=result, progress=told.append)
     np.testing.assert_array_equal(result, [reference.edges(frame, rounds=2) for frame in SOURCE])
-    assert sum(written) == FRAMES
+    assert sum(told) == FRAMES
     assert 0 < run.read_seconds < run.total_seconds
-    assert 0 < run.write_seconds < run.total_seconds
+
+
+def test_frames_are_there_when_progress_is_told_of_them(loop: Loop) -> None:
+    result = room()
+    there = 0
+
+    def look(frames: int) -> None:
+        nonlocal there
+        expected = [reference.edges(frame, rounds=1) for frame in SOURCE[there : there + frames]]
+        np.testing.assert_array_equal(result[there : there + frames], expected)
+        there += frames
+
+    loop.run(FRAMES, rounds=1, out=result, progress=look)
+    assert there == FRAMES
 
 
 def test_a_loop_can_run_again_and_stop_short(loop: Loop) -> None:
     for frames in (FRAMES, 1, BATCH, FRAMES):
-        written: list[int] = []
-        loop.run(frames, rounds=0, write=drop, progress=written.append)
-        assert sum(written) == frames
+        told: list[int] = []
+        loop.run(frames, rounds=0, out=room(), progress=told.append)
+        assert sum(told) == frames
 
 
 def test_rounds_are_tuned_unless_they_are_given(loop: Loop) -> None:
@@ -95,19 +104,19 @@ def test_rounds_are_tuned_unless_they_are_given(loop: Loop) -> None:
     tuned, _ = loop.alone(None)
     assert tuned >= 1
     # All slots came back.
-    loop.run(FRAMES, rounds=tuned, write=drop)
+    loop.run(FRAMES, rounds=tuned, out=room())
 
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_what_a_read_raises_ends_the_run(loop: Loop, count: int) -> None:
     with pytest.raises(Broken):
-        reading(loop, failing_after(count)).run(FRAMES, rounds=1, write=drop)
+        reading(loop, failing_after(count)).run(FRAMES, rounds=1, out=room())
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_what_a_write_raises_ends_the_run(loop: Loop, count: int) -> None:
+def test_what_progress_raises_ends_the_run(loop: Loop, count: int) -> None:
     with pytest.raises(Broken):
-        loop.run(FRAMES, rounds=1, write=failing_after(count))
+        loop.run(FRAMES, rounds=1, out=room(), progress=failing_after(count))
 
 
 def test_a_copy_that_fails_ends_the_run(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +125,7 @@ def test_a_copy_that_fails_ends_the_run(loop: Loop, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(xferlib.Stager, "put", refuse)
     with pytest.raises(xferlib.TransferError):
-        loop.run(FRAMES, rounds=1, write=drop)
+        loop.run(FRAMES, rounds=1, out=room())
 
 
 def test_device_work_that_fails_behind_the_last_result_is_told(loop: Loop) -> None:
@@ -129,7 +138,7 @@ def test_device_work_that_fails_behind_the_last_result_is_told(loop: Loop) -> No
             raise Broken
 
     with pytest.raises(Broken):
-        replace(loop, job=cast("EdgeJob", Late())).run(FRAMES, rounds=1, write=drop)
+        replace(loop, job=cast("EdgeJob", Late())).run(FRAMES, rounds=1, out=room())
 
 
 def test_ctrl_c_ends_the_run_while_every_stage_waits(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +179,32 @@ def test_ctrl_c_ends_the_run_while_every_stage_waits(loop: Loop, monkeypatch: py
     before = signal.signal(signal.SIGINT, hear)
     try:
         with pytest.raises(KeyboardInterrupt):
-            replace(reading(loop, interrupted), job=cast("EdgeJob", Job())).run(FRAMES, rounds=1, write=drop)
+            replace(reading(loop, interrupted), job=cast("EdgeJob", Job())).run(FRAMES, rounds=1, out=room())
         assert closing.is_set()
     finally:
         closing.set()
         # Whoever is about to send a signal does so before the handler goes.
-        loop.pool.shutdown()
+        loop.readers.shutdown()
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_read_that_takes_longer_lets_others_go_on_with_the_slots_there_are(loop: Loop) -> None:
+    if loop.threads == 1:
+        pytest.skip("one thread reads one batch after the other")
+    begun: list[int] = []
+    enough = threading.Event()
+
+    def read(start: int, out: Array) -> None:
+        begun.append(start)
+        # The first holds its own slot, and all others but the one that the prefetch would hold can be filled behind it.
+        if len(begun) == loop.ring.slots - 1:
+            enough.set()
+        assert start or enough.wait(30)
+        loop.source.read(start, out)
+
+    result = room()
+    reading(loop, read).run(FRAMES, rounds=2, out=result)
+    np.testing.assert_array_equal(result, [reference.edges(frame, rounds=2) for frame in SOURCE])
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -94,12 +94,8 @@ def demo(
         typer.Option("--json", metavar="FILE", help="Write the figures to this file, too. -: to stdout, and the table to stderr."),
     ] = None,
     batch_mib: Annotated[float | None, typer.Option(min=0.0, help="Size of a batch. Default: 32 on a GPU, 4 without.")] = None,
-    depth: Annotated[
-        int, typer.Option(min=2, help="Batches on their way at once, each way, beside those in the hands of a thread.")
-    ] = 3,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that read, and as many that write. Default: most of the cores, at most 8.")
-    ] = None,
+    depth: Annotated[int, typer.Option(min=2, help="Batches on their way at once, each way, beside those that are read.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that read. Default: half of the cores, at most 8.")] = None,
     rounds: Annotated[
         str, typer.Option(metavar="N|auto", help="Rounds of blur. auto: as many as make compute take as long as H2D, at least 1.")
     ] = "auto",
@@ -109,10 +105,10 @@ def demo(
 ) -> None:
     """Stream pictures host -> device -> host with all stages overlapped, and verify the result.
 
-    Five stages run at once: read into pinned memory, H2D, edges on the device, D2H, write to edges.npy.
+    Four stages run at once: read into pinned memory, H2D, edges on the device, D2H into edges.npy.
     "Hidden" is (sum of the stages - total) / (sum - longest stage): 1 if the longest stage alone took the time, 0 if they ran one
-    after the other. For H2D, compute and D2H the time alone counts, measured before the run (medians); for read and write the
-    time that their threads were at work during the run, over the number of threads.
+    after the other. For H2D, compute and D2H the time alone counts, measured before the run (medians); for read the time that its
+    threads were at work during the run, over the number of threads.
     A sample of frames is recomputed with NumPy from the source and compared, bit for bit, with the file.
     """
     from xferlib.cli.demo import Options, run

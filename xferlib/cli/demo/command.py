@@ -6,6 +6,7 @@ import json
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import typer
 
 from xferlib.cli.command_error import CommandError
@@ -27,8 +28,8 @@ __all__ = ["run"]
 def run(options: Options) -> None:
     """Run the demo. Raises `XferError` for what it cannot work with, and `typer.Exit(1)` if the result is wrong."""
     try:
-        with Bar() as bar, ThreadPoolExecutor(max(usable_cores(), 2 * options.threads)) as pool:
-            report = _carry_out(options, pool, bar)
+        with Bar() as bar, ThreadPoolExecutor(usable_cores()) as pool, ThreadPoolExecutor(options.threads) as readers:
+            report = _carry_out(options, pool, readers, bar)
     except KeyboardInterrupt:
         typer.echo("xferlib: interrupted: nothing was verified, and an unfinished result was removed", err=True)
         raise typer.Exit(130) from None
@@ -43,7 +44,7 @@ def run(options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
+def _carry_out(options: Options, pool: Executor, readers: Executor, bar: Bar) -> dict[str, Any]:
     """Stream, verify and draw. Whatever it raises, no unfinished file is left."""
     depth, threads = options.depth, options.threads
     bar.phase("opening")
@@ -64,13 +65,14 @@ def _carry_out(options: Options, pool: Executor, bar: Bar) -> dict[str, Any]:
             device_work.edge_job(spec, device=options.device) as job,
         ):
             result.touch(pool)
-            loop = Loop(stager, ring, job, spec, source, pool, threads=threads, depth=depth)
+            loop = Loop(stager, ring, job, spec, source, readers, threads=threads, depth=depth)
             # So that every thread, pool and kernel has run once. The file is not touched: it must come from the run alone.
-            loop.run(min(frames, ring.slots * spec.frames), rounds=1, write=lambda start, edges: None)
+            rehearsed = min(frames, ring.slots * spec.frames)
+            loop.run(rehearsed, rounds=1, out=np.empty((rehearsed, spec.height, spec.width), np.uint8))
             bar.phase("measuring")
             rounds, alone = loop.alone(options.rounds)
             bar.phase("streaming", frames)
-            streamed = loop.run(frames, rounds=rounds, write=result.write, progress=bar.advance)
+            streamed = loop.run(frames, rounds=rounds, out=result.frames, progress=bar.advance)
             bar.phase("flushing")
             flush_seconds = result.finish()
         report = figures(options, source, spec, rounds, alone, streamed, stager) | {"flush_seconds": flush_seconds}

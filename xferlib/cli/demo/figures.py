@@ -23,9 +23,9 @@ EXPLANATION = {
     "hidden": "(sum of stages - total) / (sum of stages - longest stage): 1 if the longest stage alone took the time, 0 if the "
     "stages ran one after the other",
     "stages": "seconds for all frames. h2d, compute, d2h: measured alone before the run, median per batch times the number of "
-    "batches. read, write: time at work, not waiting, during the run, over the number of threads",
-    "total_seconds": "wall time from the first read to the end of the last write. Before it, and not counted: a source made by "
-    "tiling, the result file reserved and every page of it touched, a rehearsal. After it, and not counted: flush_seconds",
+    "batches; d2h to pageable memory, as the file is. read: time at work, not waiting, during the run, over the number of threads",
+    "total_seconds": "wall time from the first read until the last result is in the file. Before it, and not counted: a source "
+    "made by tiling, the result file reserved and every page of it touched, a rehearsal. After it, and not counted: flush_seconds",
     "gbps": "bytes of that direction over total_seconds, in 1e9 bytes per second",
     "verified": "true only if every frame of verified_frames, recomputed with NumPy from the source, equals the file bit for bit",
     "skipped": "images of the folder that cannot be read, and why",
@@ -45,7 +45,6 @@ def figures(
     h2d_nbytes, d2h_nbytes = source.frames * spec.frame_nbytes, source.frames * spec.height * spec.width
     stages = {"read": run.read_seconds}
     stages |= {name: seconds * source.frames / spec.frames for name, seconds in alone.items()}
-    stages["write"] = run.write_seconds
     stats = stager.stats()
     told = diagnosis(stager.name)
     return {
@@ -110,14 +109,14 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "skipped", f"{counted(len(skipped), 'image')} that cannot be read: {_some(skipped)}"
     if subfolders:
         yield "not looked into", f"{counted(len(subfolders), 'subfolder')}: {_some(subfolders)}"
-    yield "threads", f"{report['threads']} to read, {report['threads']} to write"
+    yield "threads", f"{report['threads']} to read, beside those of xferlib"
     for direction in ("h2d", "d2h"):
         nbytes, gbps = report[f"{direction}_nbytes"], report[f"{direction}_gbps"]
         yield direction.upper(), f"{_bytes(nbytes)}, {gbps:.2f} GB/s over the whole run"
     yield "total", f"{report['total_seconds']:.3f} s"
     for name, seconds in report["stages"].items():
         label = f"compute (blur x {report['rounds']})" if name == "compute" else name
-        yield f"  {label}", f"{seconds:.3f} s {'busy in the run' if name in ('read', 'write') else 'alone'}"
+        yield f"  {label}", f"{seconds:.3f} s {'busy in the run' if name == 'read' else 'alone'}"
     yield "hidden", _hidden(report)
     yield "pinned peak", _bytes(report["pinned_peak_nbytes"])
     yield "result", f"{report['result']} (flushed in {report['flush_seconds']:.1f} s)"

@@ -1,6 +1,6 @@
-"""The loop: read, H2D, compute, D2H and write, all five at once, as `stream_map` runs them.
+"""The loop: read, H2D, compute and D2H, all four at once, as `stream_map` runs them.
 
-The source gives slots that some threads fill, in order. The device work is the function. The consumer has some threads write.
+The source gives slots that some threads fill, in order. The device work is the function. The results are copied into the file.
 Before the clock starts, a few batches are rehearsed, compute is tuned, and H2D, compute and D2H are measured alone.
 """
 
@@ -36,11 +36,10 @@ MOST_ROUNDS = 1000
 
 
 class Timings(NamedTuple):
-    """What the clock said. For read and write: the time their threads were at work, not waiting, over the number of threads."""
+    """What the clock said. For read: the time its threads were at work, not waiting, over the number of threads."""
 
     total_seconds: float
     read_seconds: float
-    write_seconds: float
 
 
 @final
@@ -55,52 +54,42 @@ class Loop:
     spec: EdgeSpec
     """It has `depth` + 1 slots: one result is under way, and `depth` are behind it, when the next one is launched."""
     source: FrameSource
-    pool: Executor
+    readers: Executor
+    """Of `threads` threads. It ends behind the ring, whose end wakes those that wait for a slot."""
     threads: int
-    """The threads of the pool that read at once; as many write."""
     depth: int
 
-    def run(
-        self,
-        frames: int,
-        *,
-        rounds: int,
-        write: Callable[[int, Array], object],
-        progress: Callable[[int], object] = lambda frames: None,
-    ) -> Timings:
-        """Stream the first `frames` frames. What any stage raises, or Ctrl-C, ends it and is raised here.
+    def run(self, frames: int, *, rounds: int, out: Array, progress: Callable[[int], object] = lambda frames: None) -> Timings:
+        """Stream the first `frames` frames into `out`. What any stage raises, or Ctrl-C, ends it and is raised here.
 
-        `write(start, edges)` takes a batch, on several threads at once; `progress(frames)` is told of the frames written, on this
-        thread.
+        `progress(frames)` is told of the frames that are there, on this thread.
         """
-        count = self.threads
         reads: list[float] = []
-        writes: list[float] = []
         number = itertools.count()
 
         def fill(start: int) -> Slot:
             slot = self.ring.acquire()
             slot.rows = min(self.spec.frames, frames - start)
-            _timed(reads, self.source.read, start, slot.tree[: slot.rows])
+            began = time.perf_counter()
+            self.source.read(start, slot.tree[: slot.rows])
+            reads.append(time.perf_counter() - began)
             return slot
 
         def edges(batch: Any) -> Any:
             return self.job.launch(batch, next(number) % self.spec.slots, rounds=rounds)
 
-        def store(piece: tuple[int, Array]) -> int:
-            _timed(writes, write, *piece)
-            return len(piece[1])
-
         starts = range(0, frames, self.spec.frames)
         began = time.perf_counter()
-        filled = ahead(self.pool, fill, starts, count)
-        with stream_map(edges, filled, self.stager, self.depth) as results:
-            for written in ahead(self.pool, store, zip(starts, results, strict=True), count):
-                progress(written)
+        # More than there are readers, for whoever is done to find work; no more than there are slots beside that of the prefetch,
+        # or the oldest might wait for a slot that is filled and waits for the oldest.
+        filled = ahead(self.readers, fill, starts, self.ring.slots - 1)
+        with stream_map(edges, filled, self.stager, self.depth, out=out) as results:
+            for result in results:
+                progress(len(result))
             total = time.perf_counter() - began
         # Otherwise a failure on the device after its last result was read would be silent.
         self.job.synchronize()
-        return Timings(total, sum(reads) / count, sum(writes) / count)
+        return Timings(total, sum(reads) / self.threads)
 
     def alone(self, rounds: int | None) -> tuple[int, dict[str, float]]:
         """Return seconds per full batch of H2D, compute and D2H with nothing else running, and the rounds of blur.
@@ -114,7 +103,7 @@ class Loop:
         for slot in slots[1:]:
             slot.tree[:] = slots[0].tree
         batch = stager.put(slots[0].tree).value
-        outs = [stager.empty_pinned((self.spec.frames, self.spec.height, self.spec.width), np.uint8) for _ in slots]
+        out = np.zeros((count, self.spec.frames, self.spec.height, self.spec.width), np.uint8)
 
         def h2d() -> None:
             [stager.put(slot.tree) for slot in slots][-1].synchronize()
@@ -127,7 +116,7 @@ class Loop:
         results = compute(1)
 
         def d2h() -> None:
-            [stager.get(result, out=out) for result, out in zip(results, outs, strict=True)][-1].synchronize()
+            [stager.get(result, out=edges) for result, edges in zip(results, out, strict=True)][-1].synchronize()
 
         seconds = {"h2d": _median(h2d)}
         if rounds is None:
@@ -149,12 +138,6 @@ def ahead(pool: Executor, work: Callable[[S], T], items: Iterable[S], count: int
         under_way.append(pool.submit(work, item))
     while under_way:
         yield under_way.popleft().result()
-
-
-def _timed(seconds: list[float], work: Callable[..., object], *arguments: Any) -> None:
-    began = time.perf_counter()
-    work(*arguments)
-    seconds.append(time.perf_counter() - began)
 
 
 def _median(burst: Callable[[], object]) -> float:

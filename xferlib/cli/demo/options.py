@@ -119,10 +119,9 @@ def _batch(options: Options, frame: EdgeSpec, frames: int, stager: Stager) -> in
     if options.batch_mib is not None:
         return min(frames, max(1, int(options.batch_mib * 2**20) // frame.frame_nbytes))
     nbytes = int((GPU_BATCH_MIB if stager.on_gpu else HOST_BATCH_MIB) * 2**20)
-    # The slots in the hands of a thread, beside those that are under way.
-    slots = frame.slots + options.threads
-    pinned = slots * (frame.frame_nbytes + frame.height * frame.width)
-    room = int(stager.stats().pinned_limit_nbytes * PINNED_SHARE) // pinned
+    # Those in the hands of a thread, and those that are under way.
+    slots = options.threads + options.depth
+    room = int(stager.stats().pinned_limit_nbytes * PINNED_SHARE) // (slots * frame.frame_nbytes)
     return max(1, min(nbytes // frame.frame_nbytes, room, frames // (2 * slots)))
 
 

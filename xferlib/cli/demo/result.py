@@ -1,4 +1,4 @@
-"""The file of the result: made at its full size, touched, written by many threads, and removed unless it was finished.
+"""The file of the result: made at its full size, touched, filled through a mapping, and removed unless it was finished.
 
 The space is reserved on disk first: if a mapped file ran out of space, a signal would end the process. Then every page is touched,
 because the first write to a page of a mapping takes several times as long as the copy. The clock does not run yet.
@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Self, final
 
 import numpy as np
-import numpy.typing as npt
 
 from xferlib.cli.command_error import CommandError
 from xferlib.cli.demo.source import PIECE
@@ -31,7 +30,7 @@ class ResultFile:
         self.path = path
         self._partial = path.with_name(f"{path.stem}.partial{path.suffix}")
         try:
-            self._frames = np.lib.format.open_memmap(self._partial, "w+", np.uint8, shape)
+            self.frames = np.lib.format.open_memmap(self._partial, "w+", np.uint8, shape)
             with open(self._partial, "r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         except BaseException as error:
@@ -43,17 +42,13 @@ class ResultFile:
 
     def touch(self, pool: Executor) -> None:
         """Fill the file with zeros, so that no page is written for the first time under the clock."""
-        flat = self._frames.reshape(-1)
+        flat = self.frames.reshape(-1)
         list(pool.map(lambda start: flat[start : start + PIECE].fill(0), range(0, flat.size, PIECE)))
-
-    def write(self, start: int, frames: npt.NDArray[np.uint8]) -> None:
-        """Copy frames into the file's pages. Any thread, several at once."""
-        self._frames[start : start + len(frames)] = frames
 
     def finish(self) -> float:
         """Flush the pages to the disk and give the file its name, replacing an older one. Return the seconds it took."""
         began = time.perf_counter()
-        self._frames.flush()
+        self.frames.flush()
         os.replace(self._partial, self.path)
         return time.perf_counter() - began
 

@@ -25,7 +25,7 @@ __all__ = ["PIECE", "FrameSource", "from_array", "open_npy", "tiled"]
 Array = npt.NDArray[Any]
 
 PIECE = 4 << 20
-"""Bytes. Beyond some size memcpy bypasses the cache; below it a pinned slot is still in cache when the copy engine reads it."""
+"""Bytes that a thread makes or touches at a time."""
 DTYPES = ("uint8", "int16", "uint16", "float32", "float64")
 SHAPES = "(N, H, W), (N, H, W, C) with C from 1 to 4, or (H, W)"
 
@@ -53,12 +53,10 @@ class FrameSource:
 def from_array(array: Array, label: str) -> FrameSource:
     """Return the frames of an array of three or four axes, in memory or mapped."""
     dtype = array.dtype.newbyteorder("=")
-    step = max(1, PIECE * len(array) // array.nbytes)
 
     def read(start: int, out: Array) -> None:
-        for first in range(0, len(out), step):
-            piece = out[first : first + step]
-            np.copyto(piece, array[start + first : start + first + len(piece)])
+        # In one piece: a thread waits for the interpreter after each.
+        np.copyto(out, array[start : start + len(out)])
 
     return FrameSource(
         label=label,
