@@ -29,8 +29,9 @@ from xferlib.workload import EdgeSpec, FrameworkCopy
 __all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 RED, GREEN, BLUE = 0.299, 0.587, 0.114
-BLURS = (64, 8, 1)
-"""Rounds of blur that are compiled as one. A launch is made of few, since JAX makes who launches wait beyond 32 at once."""
+BLURS = (64, 8)
+"""Rounds of blur that are compiled as one; those that are left are compiled with the edges. A launch is made of few: each takes time
+of the caller's, and JAX makes who launches wait beyond 32 at once."""
 
 
 def edge_job(spec: EdgeSpec, *, device: int = 0) -> EdgeJob:
@@ -76,7 +77,7 @@ class EdgeJob:
             times, rounds = divmod(rounds, compiled)
             for _ in range(times):
                 images = blurred(images, compiled)
-        result = edges(images)
+        result = edges(images, rounds)
         self._last[slot] = result
         return result
 
@@ -175,16 +176,20 @@ def _stretched(parts: tuple[Any, Any, Any]) -> Any:
 
 
 def _blurred(images: Any, rounds: int) -> Any:
-    """Blur bytes, in 32 bits."""
-    wide = lax.fori_loop(0, rounds, lambda _, image: (_smooth(_smooth(image, 2), 1) + 8) >> 4, images.astype(jnp.int32))
-    return wide.astype(jnp.uint8)
+    """Blur bytes."""
+    return _blurs(images, rounds).astype(jnp.uint8)
 
 
-def _edges(images: Any) -> Any:
-    """Take the slopes of bytes, in 32 bits."""
-    wide = images.astype(jnp.int32)
+def _edges(images: Any, rounds: int) -> Any:
+    """Blur bytes, and take the slopes."""
+    wide = _blurs(images, rounds)
     strength = jnp.abs(_slope(_smooth(wide, 1), 2)) + jnp.abs(_slope(_smooth(wide, 2), 1))
     return jnp.minimum(strength, 255).astype(jnp.uint8)
+
+
+def _blurs(images: Any, rounds: int) -> Any:
+    """Return blurred bytes as 32 bits each."""
+    return lax.fori_loop(0, rounds, lambda _, image: (_smooth(_smooth(image, 2), 1) + 8) >> 4, images.astype(jnp.int32))
 
 
 def _smooth(image: Any, axis: int) -> Any:
@@ -213,4 +218,4 @@ weighted = jax.jit(_weighted)
 halves = jax.jit(_halves)
 stretched = jax.jit(_stretched)
 blurred = jax.jit(_blurred, static_argnums=1)
-edges = jax.jit(_edges)
+edges = jax.jit(_edges, static_argnums=1)

@@ -22,6 +22,7 @@ def test_a_launch_puts_nothing_on_the_device() -> None:
 def test_no_loop_asks_the_host_whether_it_goes_on() -> None:
     frames = jax.device_put(np.zeros((2, *SPEC.frame_shape), np.uint8))
     texts = [workload.blurred.lower(frames, rounds).compile().as_text() for rounds in workload.BLURS]
+    texts += [workload.edges.lower(frames, rounds).compile().as_text() for rounds in range(workload.BLURS[-1])]
     loops = [line for text in texts for line in text.splitlines() if " while(" in line]
     assert loops
     assert [loop for loop in loops if "known_trip_count" not in loop] == []
