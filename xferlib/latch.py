@@ -141,5 +141,8 @@ def note_copy_thread() -> None:
 
 
 def is_copy_thread() -> bool:
-    """Tell whether the calling thread noted that. On such a thread only a finalizer asks: the collector runs it on any thread."""
+    """Tell whether the calling thread makes copies (`note_copy_thread`).
+
+    On such a thread only a finalizer asks: the collector runs it on any thread.
+    """
     return _thread.copying

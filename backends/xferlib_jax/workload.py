@@ -30,8 +30,8 @@ __all__ = ["EdgeJob", "edge_job", "framework_copies"]
 
 RED, GREEN, BLUE = 0.299, 0.587, 0.114
 BLURS = (64, 8)
-"""Rounds of blur that are compiled as one; those that are left are compiled with the edges. A launch is made of few: each takes time
-of the caller's, and JAX makes who launches wait beyond 32 at once."""
+"""Rounds of blur that are compiled as one; those that are left are compiled with the edges. A launch is made of few: each takes the
+caller some time, and JAX makes who launches wait beyond 32 at once."""
 
 
 def edge_job(spec: EdgeSpec, *, device: int = 0) -> EdgeJob:

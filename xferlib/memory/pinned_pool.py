@@ -47,7 +47,8 @@ __all__ = ["HostBlock", "PinnedPool", "pinned_or_pending", "pool_pending"]
 LARGE_FROM_NBYTES, SHARED_SEGMENT_NBYTES = 1 << 20, 2 << 20
 """Smaller requests share segments of this size: a page-lock costs milliseconds and whole pages."""
 KEPT_SHARE = 16
-"""The limit must have room for so many blocks of a size before one is kept for later, as chunks and bounce buffers are."""
+"""The limit must have room for so many blocks of a size before staging keeps one for later, as chunks and bounce buffers. What the
+pool itself keeps idle has no bound but the limit."""
 STAGING_NBYTES = 64 << 20
 """Or half of the limit where that is less. With `when_full="stage"`, arrays leave so much to staging."""
 UNLOCKED_FROM_NBYTES = 8 << 20

@@ -1,6 +1,6 @@
 """What is said of a loop that does not overlap: a cause, the line to blame, and what to do. Pure; that it does not, `verdict` says.
 
-Which line is to blame is read off the order of the calls, see `order`: there is a path from what was held to what came late.
+Which line is to blame is read off the order of the calls (`happens_before`): there is a path from what was held to what came late.
 """
 
 from __future__ import annotations

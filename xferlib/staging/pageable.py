@@ -79,8 +79,10 @@ class Staging:
         overwritten: Sequence[DeviceRange] = (),
         target: object = None,
     ) -> Event | None:
-        """Start the copies of pageable arrays; their memory is free on return. Return the event behind all copies of the put, which
-        is entered as in flight; None: the caller is to enter one.
+        """Start the copies of pageable arrays; their memory is free on return.
+
+        Small ones are copied by the caller, and the event behind all copies of the put is returned, in flight already. Others are
+        copied by the engine, and None is returned: their copies are in the stream, and the caller is to record the event.
 
         Bytes between leaves of one block, up to the next multiple of 256, may be lost.
 
