@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,10 @@ from tests.core.fakes import until
 from xferlib.cli import command_error, main
 from xferlib.cli.demo import reference, verify
 from xferlib.cli.demo.figures import _hidden, hidden_share
+from xferlib.cli.demo.loop import Loop, Timings
 from xferlib.cli.demo.progress_bar import Bar
 from xferlib.cli.demo.result import ResultFile
+from xferlib.cli.demo.source import FrameSource, open_npy
 
 FRAMES = 40
 SHAPE = (FRAMES, 24, 30)
@@ -102,6 +107,13 @@ def test_a_npy_file_goes_through_and_comes_out_verified(
     assert "verified" in shown.out
     assert "all bits equal" in shown.out
     assert shown.err == ""
+
+
+def test_a_batch_of_any_size_is_all_frames_at_most(tmp_path: Path, source: Path) -> None:
+    for size, frames in (("inf", FRAMES), ("1e300", FRAMES), ("0", 1)):
+        arguments = ("--batch-mib", size, "--out", tmp_path, "--json", tmp_path / "figures.json", "--no-sheet", "--rounds", 1)
+        assert demo(source, *arguments) == 0
+        assert figures(tmp_path / "figures.json")["batch_frames"] == frames
 
 
 def test_a_folder_of_images_goes_through(tmp_path: Path) -> None:
@@ -261,6 +273,67 @@ def test_frames_that_were_never_written_are_noticed(
     assert figures(tmp_path / "figures.json")["verified"] is False
 
 
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (9, 4), (64, 8)])
+def test_less_than_half_of_the_cores_read_and_never_more_than_eight(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr("xferlib.engine.cores.usable_cores", lambda: cores)
+    assert demo(source, "--out", tmp_path, "--no-sheet", "--json", tmp_path / "figures.json") == 0
+    assert figures(tmp_path / "figures.json")["threads"] == expected
+
+
+def test_the_result_is_flushed_before_it_has_its_name(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[bool] = []
+    monkeypatch.setattr(np.memmap, "flush", lambda self: named.append((tmp_path / "edges.npy").exists()))
+    assert demo(source, "--out", tmp_path, "--no-sheet") == 0
+    assert named == [False]
+
+
+def test_the_run_finds_an_empty_file_behind_a_rehearsal(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Loop.run
+    runs: list[tuple[int, bool, bool]] = []
+
+    def noting(self: Loop, frames: int, *, out: npt.NDArray[np.uint8], **others: Any) -> Timings:
+        in_file = isinstance(out, np.memmap)
+        runs.append((frames, in_file, in_file and bool(out.any())))
+        return right(self, frames, out=out, **others)
+
+    monkeypatch.setattr(Loop, "run", noting)
+    assert demo(source, "--out", tmp_path, "--no-sheet", "--batch-mib", 0, "--depth", 2, "--threads", 3) == 0
+    # A rehearsal fills every slot.
+    assert runs == [(5, False, False), (FRAMES, True, False)]
+
+
+def test_as_many_threads_read_as_are_asked_for(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = threading.Barrier(4)
+    calls = itertools.count()
+
+    def meeting(path: Path) -> FrameSource:
+        opened = open_npy(path)
+
+        def read(start: int, out: npt.NDArray[Any]) -> None:
+            if next(calls) < 4:
+                barrier.wait(30)
+            opened.read(start, out)
+
+        return replace(opened, read=read)
+
+    monkeypatch.setattr("xferlib.cli.demo.options.open_npy", meeting)
+    assert demo(source, "--out", tmp_path, "--no-sheet", "--threads", 4, "--depth", 2) == 0
+
+
+def test_stages_are_told_for_all_frames_and_how_they_were_measured(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Loop, "alone", lambda self, rounds: (1, {"h2d": 1.0, "compute": 2.0, "d2h": 3.0}))
+    batches = ("--batch-mib", 7 * 24 * 30 * 2 / 2**20)
+    assert demo(source, "--out", tmp_path, "--no-sheet", *batches, "--json", tmp_path / "figures.json") == 0
+    stages = figures(tmp_path / "figures.json")["stages"]
+    assert {name: stages[name] for name in ("h2d", "compute", "d2h")} == {"h2d": 40 / 7, "compute": 80 / 7, "d2h": 120 / 7}
+    measured = re.findall(r"(\w+)[^\n│]*│ +[\d.]+ s (busy|alone)", capsys.readouterr().out)
+    assert measured == [("read", "busy"), ("h2d", "alone"), ("compute", "alone"), ("d2h", "alone")]
+
+
 def test_ctrl_c_removes_the_unfinished_result(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,7 +341,16 @@ def test_ctrl_c_removes_the_unfinished_result(
     out = tmp_path / "out"
     assert demo(source, "--out", out, "--no-sheet") == 130
     assert list(out.iterdir()) == []
-    assert capsys.readouterr().err == "xferlib: interrupted: nothing was verified, and an unfinished result was removed\n"
+    assert capsys.readouterr().err == "xferlib: interrupted: nothing was verified, and no unfinished result is left\n"
+
+
+def test_ctrl_c_while_it_is_verified_leaves_the_finished_result(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "compare", lambda *arguments, **named: signal.raise_signal(signal.SIGINT))
+    assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 130
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["edges.npy"]
+    assert capsys.readouterr().err == "xferlib: interrupted: nothing was verified, and no unfinished result is left\n"
 
 
 def test_a_process_that_is_interrupted_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
@@ -282,7 +364,7 @@ def test_a_process_that_is_interrupted_ends_with_130_and_no_traceback(tmp_path: 
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert told == "xferlib: interrupted: nothing was verified, and an unfinished result was removed\n"
+    assert told == "xferlib: interrupted: nothing was verified, and no unfinished result is left\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -325,6 +407,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         (["--device", "7"], 1, "Use device=0"),
         (["--rounds", "many"], 2, "neither a number nor auto"),
         (["--gib", "1e9", "--out", "."], 1, "free"),
+        (["--gib", "inf", "--out", "."], 1, "free"),
         (["--json", "nowhere/figures.json"], 1, "there is no folder for"),
     ],
 )
@@ -337,8 +420,9 @@ def test_what_cannot_be_done_is_one_line_and_a_status(
     assert "Traceback" not in told.err + told.out
 
 
-def test_a_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "edges.npy"
+@pytest.mark.parametrize("name", ["edges.npy", "edges.partial.npy"])
+def test_a_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = tmp_path / name
     np.save(path, np.ones((2, 8, 8), np.uint8))
     assert demo(path, "--out", tmp_path, "--no-sheet") == 1
     assert "would be overwritten" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def run(options: Options) -> None:
         with Bar() as bar, ThreadPoolExecutor(usable_cores()) as pool, ThreadPoolExecutor(options.threads) as readers:
             report = _carry_out(options, pool, readers, bar)
     except KeyboardInterrupt:
-        typer.echo("xferlib: interrupted: nothing was verified, and an unfinished result was removed", err=True)
+        typer.echo("xferlib: interrupted: nothing was verified, and no unfinished result is left", err=True)
         raise typer.Exit(130) from None
     show(report, to_stderr=options.to_stdout)
     text = json.dumps(report, indent=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from numpy.lib.format import MAGIC_PREFIX
 
 from xferlib.cli.command_error import CommandError, require_plot
 from xferlib.cli.demo.pictures import bundled, open_folder, open_image
+from xferlib.cli.demo.result import partial_of
 from xferlib.cli.demo.source import FrameSource, open_npy
 from xferlib.memory.limits import available_memory
 from xferlib.stager import Stager
@@ -67,7 +69,7 @@ def open_source(options: Options, pool: Executor) -> FrameSource:
     path, file = options.path, options.json_file
     if path is not None and not path.exists():
         raise CommandError(f"there is no {str(path)!r}: expected a .npy file, an image or a folder of images")
-    if path is not None and path.resolve() == options.result.resolve():
+    if path is not None and path.resolve() in (options.result.resolve(), partial_of(options.result).resolve()):
         raise CommandError(f"{str(path)!r} would be overwritten by the result. Choose another folder with --out")
     if file is not None and not options.to_stdout and not file.absolute().parent.is_dir():
         raise CommandError(f"there is no folder for {str(file)!r}. Make it, or name another file with --json")
@@ -92,7 +94,8 @@ def plan(options: Options, source: FrameSource, stager: Stager) -> tuple[int, Ed
     frames = source.frames
     if options.tiled:
         gib = options.gib if options.gib is not None else GPU_GIB if stager.on_gpu else HOST_GIB
-        frames = max(1, int(gib * 2**30) // frame.frame_nbytes)
+        # Infinity is no int.
+        frames = max(1, int(min(gib * 2**30, sys.maxsize)) // frame.frame_nbytes)
     result = frames * height * width
     free = shutil.disk_usage(options.out).free
     if result > free:
@@ -117,7 +120,7 @@ def check_memory(nbytes: int) -> None:
 def _batch(options: Options, frame: EdgeSpec, frames: int, stager: Stager) -> int:
     """Return the frames of a batch: as asked for, or by the default size, the pinned limit, and the batches needed to overlap."""
     if options.batch_mib is not None:
-        return min(frames, max(1, int(options.batch_mib * 2**20) // frame.frame_nbytes))
+        return max(1, int(min(options.batch_mib * 2**20, frames * frame.frame_nbytes)) // frame.frame_nbytes)
     nbytes = int((GPU_BATCH_MIB if stager.on_gpu else HOST_BATCH_MIB) * 2**20)
     # Those in the hands of a thread, and those that are under way.
     slots = options.threads + options.depth

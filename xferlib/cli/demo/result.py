@@ -19,7 +19,12 @@ import numpy as np
 from xferlib.cli.command_error import CommandError
 from xferlib.cli.demo.source import PIECE
 
-__all__ = ["ResultFile"]
+__all__ = ["ResultFile", "partial_of"]
+
+
+def partial_of(path: Path) -> Path:
+    """Return where the result is until it is finished."""
+    return path.with_name(f"{path.stem}.partial{path.suffix}")
 
 
 @final
@@ -28,7 +33,7 @@ class ResultFile:
 
     def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
         self.path = path
-        self._partial = path.with_name(f"{path.stem}.partial{path.suffix}")
+        self._partial = partial_of(path)
         try:
             self.frames = np.lib.format.open_memmap(self._partial, "w+", np.uint8, shape)
             with open(self._partial, "r+b") as file:
