@@ -207,6 +207,123 @@ def test_a_read_that_takes_longer_lets_others_go_on_with_the_slots_there_are(loo
     np.testing.assert_array_equal(result, [reference.edges(frame, rounds=2) for frame in SOURCE])
 
 
+def test_the_oldest_batch_finds_a_slot_however_late_it_asks_for_one(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    if loop.threads == 1:
+        pytest.skip("one thread asks for one slot after the other")
+    acquire = xferlib.Ring.acquire
+    held = loop.ring.slots - 2
+    lock, others, asked = threading.Lock(), threading.Semaphore(0), threading.Event()
+    first = True
+
+    class Readers(ThreadPoolExecutor):
+        """Tells when the prefetch waits for the oldest batch: all that may be read ahead of it is submitted then."""
+
+        submitted = 0
+
+        def submit(self, *arguments: Any, **named: Any) -> Any:
+            future = super().submit(*arguments, **named)
+            self.submitted += 1
+            result = future.result
+
+            def ask(timeout: float | None = None) -> Any:
+                asked.set()
+                return result(timeout)
+
+            future.result = ask  # type: ignore[method-assign]
+            return future
+
+    def late(ring: xferlib.Ring[Any]) -> xferlib.Slot[Any]:
+        nonlocal first
+        with lock:
+            oldest, first = first, False
+        if oldest:
+            assert asked.wait(30)
+            # Whatever else was submitted has its slot, and keeps it until the oldest is put.
+            assert readers.submitted - 1 <= held
+            for _ in range(readers.submitted - 1):
+                assert others.acquire(timeout=30)
+        return acquire(ring)
+
+    def read(start: int, out: Array) -> None:
+        loop.source.read(start, out)
+        others.release()
+
+    monkeypatch.setattr(xferlib.Ring, "acquire", late)
+    result = room()
+    with Readers(loop.threads) as readers:
+        replace(reading(loop, read), readers=readers).run(FRAMES, rounds=1, out=result)
+    np.testing.assert_array_equal(result, [reference.edges(frame, rounds=1) for frame in SOURCE])
+
+
+def test_as_many_results_as_its_depth_are_behind_the_one_that_is_taken(loop: Loop) -> None:
+    class Job:
+        """The loop's, which counts."""
+
+        synchronize = loop.job.synchronize
+        launched = 0
+
+        def launch(self, *arguments: Any, rounds: int) -> Any:
+            self.launched += 1
+            return loop.job.launch(*arguments, rounds=rounds)
+
+    job = Job()
+    behind: list[int] = []
+    replace(loop, job=cast("EdgeJob", job)).run(
+        FRAMES, rounds=1, out=room(), progress=lambda frames: behind.append(job.launched - len(behind) - 1)
+    )
+    batches = -(-FRAMES // BATCH)
+    assert behind == [min(loop.depth, batches - taken) for taken in range(1, batches + 1)]
+
+
+class Clock(threading.local):
+    """Each thread's own. A look at it takes a second."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("xferlib.cli.demo.loop.time", made)
+    return made
+
+
+def test_reads_take_the_time_at_work_and_the_run_takes_all(loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = xferlib.Ring.acquire
+
+    def slow(ring: xferlib.Ring[Any]) -> xferlib.Slot[Any]:
+        clock.now += 1000
+        return acquire(ring)
+
+    def progress(frames: int) -> None:
+        clock.now += 10
+
+    monkeypatch.setattr(xferlib.Ring, "acquire", slow)
+    run = loop.run(FRAMES, rounds=1, out=room(), progress=progress)
+    batches = -(-FRAMES // BATCH)
+    assert run == (10 * batches + 1, batches / loop.threads)
+
+
+def test_what_is_measured_alone_is_per_batch_and_copied_back_as_in_the_run(
+    loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = xferlib.Stager.get
+    pinned: list[bool] = []
+
+    def noting(stager: xferlib.Stager, tree: Any, *, out: Any = None) -> Any:
+        pinned.append(out is None or stager.backend.is_pinned(out.ctypes.data, out.nbytes))
+        return get(stager, tree, out=out)
+
+    monkeypatch.setattr(xferlib.Stager, "get", noting)
+    assert loop.alone(2) == (2, dict.fromkeys(("h2d", "compute", "d2h"), 1 / loop.spec.slots))
+    assert pinned
+    assert not any(pinned)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_ahead_keeps_the_order_and_to_its_number(count: int) -> None:
     begun: list[int] = []

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+import xferlib
 from xferlib.cli.command_error import CommandError
-from xferlib.cli.demo.options import check_memory
+from xferlib.cli.demo.options import PINNED_SHARE, Options, check_memory, plan
 from xferlib.cli.demo.pictures import bundled, open_folder, open_image
 from xferlib.cli.demo.source import FrameSource, from_array, open_npy, tiled
 
@@ -237,3 +238,28 @@ def test_fewer_frames_than_there_are_is_a_cut(pool: Executor) -> None:
 def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
     with pytest.raises(CommandError, match=r"Lower --gib"):
         check_memory(1 << 60)
+
+
+@pytest.mark.parametrize("pinned_limit", [1 << 20, 64 << 20])
+def test_there_are_twice_as_many_batches_as_slots_and_the_slots_fit_under_the_limit(tmp_path: Path, pinned_limit: int) -> None:
+    source = from_array(np.zeros((600, 64, 64), np.uint8), "nothing")
+    options = Options(
+        path=tmp_path,
+        backend="host",
+        device=0,
+        gib=None,
+        out=tmp_path,
+        json_file=None,
+        batch_mib=None,
+        depth=3,
+        threads=2,
+        rounds=1,
+        sheet=False,
+    )
+    with xferlib.stager("host", pinned_limit=pinned_limit) as stager:
+        frames, spec = plan(options, source, stager)
+    slots = options.depth + options.threads
+    room = PINNED_SHARE * pinned_limit
+    assert frames == 600
+    # One more frame in each would be too many, for the one reason or the other.
+    assert spec.frames == min(600 // (2 * slots), int(room / (slots * spec.frame_nbytes)))

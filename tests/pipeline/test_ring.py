@@ -542,6 +542,10 @@ def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xfer
             slot.row = 1  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match=r"rows=2\.5: expected an int, or None for all"):
             slot.rows = 2.5  # type: ignore[assignment]
+        # As of every special method, the class decides.
+        odd = SimpleNamespace(__index__=lambda: 2)
+        with pytest.raises(TypeError, match="expected an int, or None for all"):
+            slot.rows = odd  # type: ignore[assignment]
         with pytest.raises(TypeError, match=r"slot\['x'\]\[\.\.\.\] = values\. Names go beside them: slot\.tree\['x'\] = text"):
             slot["x"] = np.ones(4, np.uint8)
         slot["x"][:] = 3
