@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,14 @@ def test_the_result_is_flushed_before_it_has_its_name(tmp_path: Path, source: Pa
     monkeypatch.setattr(np.memmap, "flush", lambda self: named.append((tmp_path / "edges.npy").exists()))
     assert demo(source, "--out", tmp_path, "--no-sheet") == 0
     assert named == [False]
+
+
+def test_every_page_of_the_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xferlib.cli.demo.result.PIECE", 100)
+    with ThreadPoolExecutor(2) as pool, ResultFile(tmp_path / "edges.npy", (7, 10, 11)) as result:
+        result.frames[...] = 1
+        result.touch(pool)
+        assert not result.frames.any()
 
 
 def test_the_run_finds_an_empty_file_behind_a_rehearsal(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
