@@ -45,7 +45,7 @@ class EdgeJob:
             plane = (spec.frames, spec.height, self._words)
             self._images = [cupy.empty(plane, np.uint32), cupy.empty(plane, np.uint32)]
             self._extremes = cupy.empty((spec.frames, 2), np.uint64)
-            self._graphs: dict[tuple[int, int], Any] = {}
+            self._graphs: dict[int, Any] = {}
             self._results = [cupy.zeros((spec.frames, spec.height, spec.width), np.uint8) for _ in range(spec.slots)]
             frames = cupy.zeros((spec.frames, *spec.frame_shape), spec.dtype)
             # The fills above are on another stream.
@@ -74,22 +74,23 @@ class EdgeJob:
         self._kernels.extremes(frames, self._extremes, count)
         self._kernels.normalise(frames, self._extremes, self._images[0], count)
         if rounds:
-            self._blurs(rounds, count).launch()
+            self._blurs(rounds).launch()
         self._kernels.sobel(self._images[rounds % 2], result, count)
         return result
 
-    def _blurs(self, rounds: int, count: int) -> Any:
+    def _blurs(self, rounds: int) -> Any:
         """Return a graph of so many blurs, from the first image to the second, back, and so on.
 
+        They are of a full batch, also where a batch is smaller: nobody reads the rest, and no graph is made while frames stream.
         Between the launches of many, the caller would wait for the interpreter each time, beside threads that read and write.
         """
-        graph = self._graphs.get((rounds, count))
+        graph = self._graphs.get(rounds)
         if graph is None:
             with cupy.cuda.Stream(non_blocking=True) as stream:
                 stream.begin_capture()
                 for turn in range(rounds):
-                    self._kernels.blur(self._images[turn % 2], self._images[(turn + 1) % 2], count)
-                self._graphs[rounds, count] = graph = stream.end_capture()
+                    self._kernels.blur(self._images[turn % 2], self._images[(turn + 1) % 2], self._spec.frames)
+                self._graphs[rounds] = graph = stream.end_capture()
         return graph
 
     def synchronize(self) -> None:

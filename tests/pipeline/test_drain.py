@@ -323,13 +323,19 @@ def test_a_depth_is_refused_at_once_where_only_whole_pages_have_no_room(when_ful
 
 
 def test_a_result_is_taken_without_a_look_at_its_arrays(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A queue that is searched for it in vain would put it into the words of an error that nobody reads.
+    # A queue that it is taken from in vain would put it into the words of an error that nobody reads.
     def told(self: xferlib.Transfer[Any]) -> str:
         raise AssertionError
 
     monkeypatch.setattr(xferlib.Transfer, "__repr__", told)
     results = [stager.put(np.full(3, number)).value for number in range(3)]
     assert [int(result[0]) for result in xferlib.drain(results, stager)] == [0, 1, 2]
+    with xferlib.Drain(stager, depth=1, out=np.zeros(9, results[0].dtype)) as drain:
+        for result in results:
+            # Waits for the copies before it, and knows of them no more.
+            drain.submit(result)
+        drain.end()
+        assert [int(result[0]) for result in drain.results()] == [0, 1, 2]
 
 
 def test_depth_is_no_more_than_there_are_results_where_that_is_known() -> None:

@@ -254,7 +254,8 @@ class Drain(Generic[TreeT_co]):
             self._pending.remove(transfer)
         except ValueError:
             return False
-        if self._writer is not None and isinstance(transfer, Transfer):
+        # Looked for first: in vain, it would be put into the words of an error that nobody reads.
+        if isinstance(transfer, Transfer) and transfer in self._flying:
             with suppress(ValueError):
                 self._flying.remove(transfer)
         self._taken += 1

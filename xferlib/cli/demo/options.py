@@ -23,8 +23,8 @@ __all__ = ["Options", "check_memory", "open_source", "plan"]
 
 GPU_GIB, HOST_GIB = 2.0, 0.25
 GPU_BATCH_MIB, HOST_BATCH_MIB = 32.0, 4.0
-PINNED_SHARE = 0.8
-"""The share of the pinned limit that a batch size which nobody asked for may take."""
+PINNED_SHARE = 0.5
+"""The share of the pinned limit that slots of a batch size which nobody asked for may take: results pass through chunks, too."""
 MEMORY_SHARE = 0.9
 """The share of the available memory that the frames may take."""
 
