@@ -80,8 +80,8 @@ class Loop:
 
         starts = range(0, frames, self.spec.frames)
         began = time.perf_counter()
-        # More than there are readers, for whoever is done to find work; no more than there are slots beside that of the prefetch,
-        # or the oldest might wait for a slot that is filled and waits for the oldest.
+        # More than there are readers, for whoever is done to find work; no more than there are slots beside that of the prefetch:
+        # slots are not had in order, and the oldest batch must not wait for one that is filled and waits for the oldest.
         filled = ahead(self.readers, fill, starts, self.ring.slots - 1)
         with stream_map(edges, filled, self.stager, self.depth, out=out) as results:
             for result in results:
