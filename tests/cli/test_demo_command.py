@@ -313,6 +313,24 @@ def test_the_run_finds_an_empty_file_behind_a_rehearsal(tmp_path: Path, source: 
     assert runs == [(5, False, False), (FRAMES, True, False)]
 
 
+def test_a_rehearsal_ends_with_a_batch_as_small_as_the_last(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A framework may compile for each size.
+    right = xferlib_host.workload.EdgeJob.launch
+    launched: list[tuple[int, int]] = []
+
+    def noting(self: Any, frames: Any, slot: int, *, rounds: int) -> Any:
+        launched.append((len(frames), rounds))
+        return right(self, frames, slot, rounds=rounds)
+
+    monkeypatch.setattr(xferlib_host.workload.EdgeJob, "launch", noting)
+    mib = 7 * 24 * 30 * 2 / 2**20
+    assert demo(source, "--out", tmp_path, "--no-sheet", "--batch-mib", mib, "--depth", 2, "--threads", 1, "--rounds", 3) == 0
+    assert FRAMES % 7 == 5
+    batches = [(7, 3)] * 5 + [(5, 3)]
+    rehearsal = [(7, 3)] * 3 + [(5, 3)]
+    assert launched[-len(batches) - len(rehearsal) :] == rehearsal + batches
+
+
 def test_as_many_threads_read_as_are_asked_for(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(4)
     calls = itertools.count()
@@ -321,7 +339,8 @@ def test_as_many_threads_read_as_are_asked_for(tmp_path: Path, source: Path, mon
         opened = open_npy(path)
 
         def read(start: int, out: npt.NDArray[Any]) -> None:
-            if next(calls) < 4:
+            # The first fills a slot to be measured with.
+            if 1 <= next(calls) <= 4:
                 barrier.wait(30)
             opened.read(start, out)
 
@@ -339,7 +358,7 @@ def test_stages_are_told_for_all_frames_and_how_they_were_measured(
     assert demo(source, "--out", tmp_path, "--no-sheet", *batches, "--json", tmp_path / "figures.json") == 0
     stages = figures(tmp_path / "figures.json")["stages"]
     assert {name: stages[name] for name in ("h2d", "compute", "d2h")} == {"h2d": 40 / 7, "compute": 80 / 7, "d2h": 120 / 7}
-    measured = re.findall(r"(\w+)[^\n│]*│ +[\d.]+ s (busy|alone)", capsys.readouterr().out)
+    measured = re.findall(r"(\w+)[^\n│]*│ +[\d.]+ m?s (busy|alone)", capsys.readouterr().out)
     assert measured == [("read", "busy"), ("h2d", "alone"), ("compute", "alone"), ("d2h", "alone")]
 
 
@@ -418,6 +437,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         (["--gib", "1e9", "--out", "."], 1, "free"),
         (["--gib", "inf", "--out", "."], 1, "free"),
         (["--json", "nowhere/figures.json"], 1, "there is no folder for"),
+        (["--json", "."], 1, "is a folder. Name a file with --json"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_a_status(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 import xferlib
 from tests.children import threads
 from xferlib.cli.demo import reference
-from xferlib.cli.demo.loop import Loop, ahead
+from xferlib.cli.demo.loop import Loop, ahead, median_seconds, tuned
 from xferlib.cli.demo.source import from_array
 from xferlib.registry import workload_of
 from xferlib.workload import EdgeJob, EdgeSpec
@@ -105,6 +106,23 @@ def test_rounds_are_tuned_unless_they_are_given(loop: Loop) -> None:
     assert tuned >= 1
     # All slots came back.
     loop.run(FRAMES, rounds=tuned, out=room())
+
+
+@pytest.mark.parametrize("goal", [0.0, 1e9])
+def test_more_rounds_are_measured_only_where_one_is_too_short(goal: float) -> None:
+    asked: list[int] = []
+    rounds = tuned(asked.append, goal)
+    assert set(asked) == ({1} if goal == 0 else {1, 5})
+    assert rounds >= 1
+
+
+def test_a_burst_that_takes_long_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    bursts: list[None] = []
+    assert median_seconds(lambda: bursts.append(None)) == 10
+    # And once before, which warms up.
+    assert len(bursts) == 2
 
 
 @pytest.mark.parametrize("count", [0, 5])

@@ -110,7 +110,7 @@ def test_what_is_no_npy_never_advises_to_run_what_is_in_it(tmp_path: Path, heade
 
 def test_several_arrays_in_one_file_are_refused_with_what_to_do(tmp_path: Path) -> None:
     np.savez(tmp_path / "several.npz", first=np.ones(3))
-    with pytest.raises(CommandError, match="holds several arrays"):
+    with pytest.raises(CommandError, match="is an archive of arrays"):
         open_npy(tmp_path / "several.npz")
 
 

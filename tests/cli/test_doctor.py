@@ -345,5 +345,5 @@ def test_the_version_is_told_by_itself(capsys: pytest.CaptureFixture[str]) -> No
 def test_without_a_command_the_page_and_the_commands_are_shown() -> None:
     shown = subprocess.run([sys.executable, "-m", "xferlib"], capture_output=True, text=True, check=True)
     assert "host" in shown.stdout
-    assert all(f"xferlib {command}" in shown.stdout for command in ("demo", "doctor", "conformance"))
+    assert all(f"xferlib {command}" in shown.stdout for command in ("demo", "doctor", "conformance", "overlap", "trace"))
     assert shown.stderr == ""

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,8 @@ def test_paths_that_make_no_sense_are_refused(stager: Stager, tmp_path: Path) ->
     for given, error, words in (
         ([], ValueError, "the list is empty"),
         ([3], TypeError, "3 among the paths: expected a path"),
-        (3, TypeError, "3: expected a path, or several"),
+        (3, TypeError, "3: expected a path, or several$"),
+        (Future(), TypeError, r"expected a path, or several\. Pass the path that its result\(\) returns"),
         (b"a.npz", TypeError, "expected a path as text"),
         ([index], ValueError, "an index says itself which files there are"),
         ([tmp_path / "alone.npy"], ValueError, "its array has no name"),

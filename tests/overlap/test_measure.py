@@ -201,6 +201,8 @@ def test_bad_arguments_are_refused() -> None:
     with xferlib.stager("host") as stager:
         with pytest.raises(ValueError, match="rounds=0"):
             xferlib.measure_overlap(stager, rounds=0)
+        with pytest.raises(xferlib.AllocationError, match=r"copies of 1.0 PiB need .* Use a smaller nbytes"):
+            xferlib.measure_overlap(stager, nbytes=1 << 50)
         with pytest.raises(ValueError, match="nbytes is a number of bytes greater than 0"):
             xferlib.measure_overlap(stager, nbytes=0)
     with pytest.raises(TypeError, match="expected a stager"):

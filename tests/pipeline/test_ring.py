@@ -546,6 +546,8 @@ def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xfer
         odd = SimpleNamespace(__index__=lambda: 2)
         with pytest.raises(TypeError, match="expected an int, or None for all"):
             slot.rows = odd  # type: ignore[assignment]
+        with pytest.raises(TypeError, match=r"written in place: slot\.tree\[\.\.\.\] = values, or slot\.tree\[name\]"):
+            slot[:] = 1
         with pytest.raises(TypeError, match=r"slot\['x'\]\[\.\.\.\] = values\. Names go beside them: slot\.tree\['x'\] = text"):
             slot["x"] = np.ones(4, np.uint8)
         slot["x"][:] = 3

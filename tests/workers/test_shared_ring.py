@@ -423,6 +423,19 @@ def test_a_fill_of_a_program_in_a_file_is_not(tmp_path: Path) -> None:
     assert done.stdout == "[4.0, 8.0]\n", done.stderr
 
 
+def test_a_fill_that_only_the_program_itself_defines_is_told_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import xferlib\n"
+        "if __name__ == '__main__':\n"
+        "    def fill(task, slot): slot[:] = task\n"
+        "    with xferlib.stager('host') as stager, xferlib.SharedRing(stager, ((4,), 'f4'), slots=2) as ring:\n"
+        "        next(ring.run(fill, [1, 2], workers=1))\n"
+    )
+    done = children.run([sys.executable, str(file)], seconds=60)
+    assert "a worker process could not import fill. Define it at the top of a module" in done.stderr
+
+
 def test_a_fill_that_cannot_be_loaded_fails_each_task_in_words(pair: SharedRing) -> None:
     run = pair.run(fills.Unloadable(), [1, 2], workers=2)
     for _ in range(2):

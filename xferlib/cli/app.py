@@ -39,6 +39,7 @@ def start(
     show(examine())
     typer.echo("\nxferlib demo          stream real pictures through the device, everything overlapped, and verify the result")
     typer.echo("xferlib conformance   run the laws against a backend: xferlib conformance NAME")
+    typer.echo("xferlib overlap       measure how much of a copy is hidden under compute here: xferlib overlap NAME")
     typer.echo("xferlib trace         run a program and say which of its copies overlap: xferlib trace -- python train.py")
     typer.echo("xferlib doctor        this page; --json for machines")
     typer.echo("xferlib --help        all commands and options")

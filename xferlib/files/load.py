@@ -456,7 +456,7 @@ def _as(selection: Selection, name: str, values: list[dict[str, Any]], like: Any
     for value in found:
         if type(value) is not type(like):
             kinds = type(value).__qualname__, type(like).__qualname__
-            raise ValueError(f"{said}: {name!r} is a {kinds[0]} there, and a {kinds[1]} in like")
+            raise ValueError(f"{said}: {name!r} is of type {kinds[0]} there, and of type {kinds[1]} in like")
     # Not a number is the same in both, too.
     if any(repr(value) != repr(found[0]) for value in found):
         raise ValueError(f"{said}: {name!r} has one value in one file, and another in another. Load one of them by itself")

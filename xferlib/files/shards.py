@@ -62,7 +62,8 @@ def select(paths: Paths, names: Sequence[str] | None, files: ExitStack) -> Selec
         case Iterable():
             return _several("the files", [_one_of_several(path) for path in paths], names, files)
         case _:
-            raise TypeError(f"{paths!r}: expected a path, or several")
+            advice = ". Pass the path that its result() returns" if hasattr(paths, "result") else ""
+            raise TypeError(f"{paths!r}: expected a path, or several{advice}")
     if PATTERN & set(str(file)) and not file.exists():
         return _several(shown(file), _matching(file), names, files)
     if file.suffix.lower() == INDEX:

@@ -15,9 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.checks import positive_nbytes, whole_number
+from xferlib.errors import AllocationError
+from xferlib.memory.limits import available_memory
 from xferlib.overlap.overlap_report import OverlapReport, OverlapRow, Spread
 from xferlib.registry import workload_of
 from xferlib.stager import Stager, check_stager
+from xferlib.words import in_words
 from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, NamesStreams, Workload
 
 __all__ = ["measure_overlap"]
@@ -27,6 +30,8 @@ SIDE = 512
 """Pixels. Frames of compute and of copies are squares of this side, of one byte a pixel."""
 CPU_FRAMES = 1
 """Frames of compute on a CPU, where it takes hundreds of times as long as a copy of them."""
+HOST_COPIES = 3
+"""Arrays of the size of a copy that lie in host memory."""
 LONGER = 1.3
 """How many times as long as the copy compute is made to take: then all of the copy can be hidden."""
 MOST_LAUNCHED = 4000
@@ -53,6 +58,11 @@ def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = Non
     check_stager(stager)
     rounds = whole_number(rounds, "rounds", least=1)
     wanted = positive_nbytes(nbytes, "nbytes") if nbytes is not None else GPU_NBYTES if stager.on_gpu else CPU_NBYTES
+    if HOST_COPIES * wanted > available_memory():
+        raise AllocationError(
+            f"copies of {in_words(wanted)} need {in_words(HOST_COPIES * wanted)} of memory, and {in_words(available_memory())} are "
+            "available. Use a smaller nbytes"
+        )
     frames = max(1, round(wanted / SIDE**2))
     work = workload_of(stager.name)
     computed = frames if stager.on_gpu else min(frames, CPU_FRAMES)

@@ -285,7 +285,8 @@ class Ring(Generic[TreeT_co]):
         user_line().warn(
             f"no slot has come back for {STUCK_SECONDS:.0f} seconds: all {self.slots} are held, by whoever acquired them ("
             f"{', '.join(f'{count} on {name}' for name, count in holders.items())}) or by copies under way and device views. "
-            "Put or release one before another is acquired, let go of its arrays, or give the ring more slots"
+            "Put or release one before another is acquired, let go of its arrays, or give the ring more slots. Threads that fill "
+            "slots for batches in order must get them in that order: acquire where the batches are given out, not on the threads"
         )
 
     def forget(self) -> None:
@@ -359,6 +360,8 @@ class Slot(Generic[TreeT_co]):
             raise TypeError(f"slot[{key!r}]: no names in {self.ring._words}. Look at slot.tree") from None
 
     def __setitem__(self, key: Any, value: object) -> NoReturn:
+        if not isinstance(key, str):
+            raise TypeError("a slot's arrays are written in place: slot.tree[...] = values, or slot.tree[name][...] = values")
         raise TypeError(
             f"a slot's arrays are written in place: slot[{key!r}][...] = values. Names go beside them: slot.tree[{key!r}] = text"
         )

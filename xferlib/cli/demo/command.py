@@ -66,11 +66,13 @@ def _carry_out(options: Options, pool: Executor, readers: Executor, bar: Bar) ->
         ):
             result.touch(pool)
             loop = Loop(stager, ring, job, spec, source, readers, threads=threads, depth=depth)
-            # So that every thread, pool and kernel has run once. The file is not touched: it must come from the run alone.
-            rehearsed = min(frames, ring.slots * spec.frames)
-            loop.run(rehearsed, rounds=1, out=np.empty((rehearsed, spec.height, spec.width), np.uint8))
             bar.phase("measuring")
             rounds, alone = loop.alone(options.rounds)
+            bar.phase("rehearsing")
+            # So that every thread, pool and kernel has run once, also on a last batch that is smaller. The file is not touched: it
+            # must come from the run alone.
+            rehearsed = min(frames, ring.slots * spec.frames + frames % spec.frames)
+            loop.run(rehearsed, rounds=rounds, out=np.empty((rehearsed, spec.height, spec.width), np.uint8))
             bar.phase("streaming", frames)
             streamed = loop.run(frames, rounds=rounds, out=result.frames, progress=bar.advance)
             bar.phase("flushing")

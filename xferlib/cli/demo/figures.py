@@ -113,10 +113,10 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for direction in ("h2d", "d2h"):
         nbytes, gbps = report[f"{direction}_nbytes"], report[f"{direction}_gbps"]
         yield direction.upper(), f"{_bytes(nbytes)}, {gbps:.2f} GB/s over the whole run"
-    yield "total", f"{report['total_seconds']:.3f} s"
+    yield "total", _seconds(report["total_seconds"])
     for name, seconds in report["stages"].items():
         label = f"compute (blur x {report['rounds']})" if name == "compute" else name
-        yield f"  {label}", f"{seconds:.3f} s {'busy in the run' if name == 'read' else 'alone'}"
+        yield f"  {label}", f"{_seconds(seconds)} {'busy in the run' if name == 'read' else 'alone'}"
     yield "hidden", _hidden(report)
     yield "pinned peak", _bytes(report["pinned_peak_nbytes"])
     yield "result", f"{report['result']} (flushed in {report['flush_seconds']:.1f} s)"
@@ -157,6 +157,10 @@ def _some(names: Iterable[str]) -> str:
     every = list(names)
     more = len(every) - MOST_NAMES
     return ", ".join(every[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
 
 
 def _bytes(nbytes: int) -> str:

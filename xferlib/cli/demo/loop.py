@@ -24,7 +24,7 @@ from xferlib.pipeline.stream_map import stream_map
 from xferlib.stager import Stager
 from xferlib.workload import EdgeJob, EdgeSpec
 
-__all__ = ["Loop", "Timings", "ahead"]
+__all__ = ["Loop", "Timings", "ahead", "median_seconds", "tuned"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -32,6 +32,7 @@ Array = npt.NDArray[Any]
 
 SAMPLES, FEWEST_SAMPLES = 7, 3
 ENOUGH_SECONDS = 1.0
+"""Of a burst that takes longer by itself, one sample must do."""
 MOST_ROUNDS = 1000
 
 
@@ -118,15 +119,23 @@ class Loop:
         def d2h() -> None:
             [stager.get(result, out=edges) for result, edges in zip(results, out, strict=True)][-1].synchronize()
 
-        seconds = {"h2d": _median(h2d)}
+        seconds = {"h2d": median_seconds(h2d)}
         if rounds is None:
-            once, more = _median(lambda: compute(1)), _median(lambda: compute(5))
-            extra = 4 * max(0.0, seconds["h2d"] - once) / (more - once) if more > once else 0.0
-            rounds = min(MOST_ROUNDS, 1 + round(extra))
-        seconds |= {"compute": _median(lambda: compute(rounds)), "d2h": _median(d2h)}
+            rounds = tuned(compute, seconds["h2d"])
+        seconds |= {"compute": median_seconds(lambda: compute(rounds)), "d2h": median_seconds(d2h)}
         for slot in slots:
             slot.release()
         return rounds, {name: burst / count for name, burst in seconds.items()}
+
+
+def tuned(compute: Callable[[int], object], goal: float) -> int:
+    """Return the rounds of blur with which compute takes so many seconds, at least 1."""
+    once = median_seconds(lambda: compute(1))
+    if once >= goal:
+        # More would be measured for nothing, and on a CPU they take long.
+        return 1
+    more = median_seconds(lambda: compute(5))
+    return min(MOST_ROUNDS, 1 + round(4 * (goal - once) / (more - once))) if more > once else 1
 
 
 def ahead(pool: Executor, work: Callable[[S], T], items: Iterable[S], count: int) -> Iterator[T]:
@@ -140,12 +149,17 @@ def ahead(pool: Executor, work: Callable[[S], T], items: Iterable[S], count: int
         yield under_way.popleft().result()
 
 
-def _median(burst: Callable[[], object]) -> float:
+def median_seconds(burst: Callable[[], object]) -> float:
     """Return the median of several bursts, of fewer if they are slow, after one that warms up."""
-    burst()
+    warm = _seconds(burst)
+    fewest = 1 if warm > ENOUGH_SECONDS else FEWEST_SAMPLES
     samples: list[float] = []
-    while len(samples) < SAMPLES and (len(samples) < FEWEST_SAMPLES or sum(samples) < ENOUGH_SECONDS):
-        began = time.perf_counter()
-        burst()
-        samples.append(time.perf_counter() - began)
+    while len(samples) < SAMPLES and (len(samples) < fewest or sum(samples) < ENOUGH_SECONDS):
+        samples.append(_seconds(burst))
     return statistics.median(samples)
+
+
+def _seconds(burst: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    burst()
+    return time.perf_counter() - began

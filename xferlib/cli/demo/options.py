@@ -71,6 +71,8 @@ def open_source(options: Options, pool: Executor) -> FrameSource:
         raise CommandError(f"there is no {str(path)!r}: expected a .npy file, an image or a folder of images")
     if path is not None and path.resolve() in (options.result.resolve(), partial_of(options.result).resolve()):
         raise CommandError(f"{str(path)!r} would be overwritten by the result. Choose another folder with --out")
+    if file is not None and not options.to_stdout and file.is_dir():
+        raise CommandError(f"{str(file)!r} is a folder. Name a file with --json")
     if file is not None and not options.to_stdout and not file.absolute().parent.is_dir():
         raise CommandError(f"there is no folder for {str(file)!r}. Make it, or name another file with --json")
     try:

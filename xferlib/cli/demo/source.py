@@ -74,10 +74,11 @@ def open_npy(path: Path) -> FrameSource:
         array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         if zipfile.is_zipfile(path):
-            raise CommandError(f"{str(path)!r} holds several arrays. Save one of them as .npy, with numpy.save") from error
+            raise CommandError(f"{str(path)!r} is an archive of arrays. Save one of them as .npy, with numpy.save") from error
         # NumPy's first line says what is wrong; a second would tell how to run what is in the file.
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise CommandError(f"cannot read {str(path)!r} as .npy: {reason}. Write it with numpy.save, without objects") from error
+        advice = "Write it, whole, with numpy.save and without objects"
+        raise CommandError(f"cannot read {str(path)!r} as .npy: {reason}. {advice}") from error
     return from_array(_as_frames(array, path), f"{path.name}, {array.dtype} {array.shape}")
 
 

@@ -56,6 +56,12 @@ def serve(parent: int, descriptor: Descriptor, whole: SlotTree, nbytes: int, slo
         return
 
 
+FILL_ADVICE = (
+    "a worker process could not import fill. Define it at the top of a module, not inside of a function or of "
+    '`if __name__ == "__main__":`, which only the program itself runs'
+)
+
+
 @final
 class _Filler:
     """The function of the present run, and the slots."""
@@ -71,6 +77,7 @@ class _Filler:
         try:
             self._fill = pickle.loads(fill)
         except Exception as error:
+            add_note(error, FILL_ADVICE)
             self._broken = _raised(error)
 
     def reply(self, task: Task) -> Reply:
