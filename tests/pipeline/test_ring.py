@@ -362,12 +362,12 @@ def test_arrays_beside_a_slots_own_stay_as_they_are(stager: xferlib.Stager) -> N
     with xferlib.Ring(stager, SPEC) as ring:
         slot: xferlib.Slot[Any] = ring.acquire()
         image = slot["image"]
-        slot.tree.update({"label": label, "pinned": pinned, "number": np.float32(3), "name": "a.png"})
+        slot.tree.update({"labels": label, "pinned": pinned, "number": np.float32(3), "name": "a.png"})
         got = slot.put().result()
         assert not image.flags.writeable
         assert label.flags.writeable
         assert pinned.flags.writeable
-        assert got["label"].tolist() == [0, 1, 2, 3]
+        assert got["labels"].tolist() == [0, 1, 2, 3]
         assert got["pinned"].tolist() == [7] * 4
         assert (got["number"], got["name"]) == (3, "a.png")
 
@@ -553,6 +553,39 @@ def test_what_is_misspelt_or_assigned_at_a_slot_is_refused_in_words(stager: xfer
         slot["x"][:] = 3
         slot.tree["file"] = ["a.jpg"]
         assert slot.put().value["file"] == ["a.jpg"]
+
+
+def test_a_slot_travels_with_the_arrays_that_it_has(stager: xferlib.Stager) -> None:
+    spec = {"x": ((4,), np.uint8), "y": ((2, 3), np.float32), "none": ((0,), np.int32)}
+    with xferlib.Ring(stager, spec, slots=1) as ring:
+        slot = ring.acquire()
+        slot["x"][:], slot["y"][:] = 1, 2
+        array = slot.tree["y"]
+        for other in (np.zeros((2, 3), np.float32), None, "text"):
+            slot.tree["y"] = other
+            with pytest.raises(TypeError, match=r"gone from slot\.tree, .* written in place, as slot\[name\]"):
+                slot.put()
+        del slot.tree["y"]
+        with pytest.raises(TypeError, match="gone from slot"):
+            slot.put()
+        # It is the caller's still. A view of what it has lies in the slot.
+        slot.tree["y"] = array[:1]
+        slot.tree["beside"] = np.full(3, 5)
+        batch = slot.put().value
+        assert [stager.get(batch[name]).result().tolist() for name in ("x", "y", "beside")] == [[1] * 4, [[2.0] * 3], [5] * 3]
+
+
+def test_a_slot_without_its_arrays_goes_back_from_a_loop(stager: xferlib.Stager) -> None:
+    with xferlib.Ring(stager, {"x": ((4,), np.uint8)}, slots=1) as ring:
+
+        def batches() -> Iterator[Any]:
+            slot = ring.acquire()
+            slot.tree["x"] = np.ones(4, np.uint8)
+            yield slot
+
+        with pytest.raises(TypeError, match="gone from slot"):
+            next(xferlib.prefetch(batches(), stager))
+        ring.acquire().release()
 
 
 @pytest.mark.parametrize(

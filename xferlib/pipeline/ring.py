@@ -90,6 +90,8 @@ class Ring(Generic[TreeT_co]):
         self.slots = slots
         self.bill = MemoryEstimate((Charge("pinned", slots, layout.nbytes, "slots"),))
         layout.check_room(slots, stager.stats().pinned_limit_nbytes)
+        self._arrays = sum(0 not in array.shape for array in layout.whole.arrays)
+        """How many arrays of a slot have memory, by which they are known."""
         self._words = layout.in_words
         """The arrays of a slot, for people."""
         self._memory = {index: stager.empty_pinned(layout.nbytes, np.uint8) for index in range(slots)}
@@ -388,13 +390,19 @@ class Slot(Generic[TreeT_co]):
         return seconds if self._acquired_by == threading.get_ident() else 0.0
 
     def put(self, *, stream: object | None = None) -> Transfer[TreeT_co]:
-        """Start the transfer; the slot is its ring's again when that is done. Raises as `Stager.put`, and then keeps the slot.
+        """Start the transfer; the slot is its ring's again when that is done.
 
-        Its own arrays are made read-only. Views that were taken of them before are not: do not write through those any more. What
-        was put beside them is yours, and read until the transfer is done if it is pinned.
+        Raises as `Stager.put`, and `TypeError` where an array of the slot is gone from its tree; then the slot is kept. Its arrays
+        are made read-only. Views that were taken of them before are not: do not write through those any more. What was put beside
+        them is yours, and read until the transfer is done if it is pinned.
         """
         block = self._check()
         leaves, spec = self._trees.arrays(self._tree)
+        if sum(_lies_in(leaf, block) and leaf.nbytes > 0 for leaf in leaves) < self.ring._arrays:
+            raise TypeError(
+                "an array of this slot is gone from slot.tree, or something else stands in its place: arrays of slots are written "
+                "in place, as slot[name][...] = values. What comes with a batch goes beside them, under a name of its own"
+            )
         sent = leaves if self._rows is None else [leaf[: self._rows] for leaf in leaves]
         transfer = self.ring.stager.put(unflatten(spec, sent), stream=stream)
         # Let go of first: what is interrupted here comes back when the copy does.
@@ -436,5 +444,9 @@ class Slot(Generic[TreeT_co]):
 def _freeze(arrays: Sequence[Array], block: HostBlock) -> None:
     """Make those arrays read-only that lie in the slot; others are the caller's."""
     for array in arrays:
-        if isinstance(array, np.ndarray) and block.address <= address_of(array) < block.address + block.nbytes:
+        if _lies_in(array, block):
             array.flags.writeable = False
+
+
+def _lies_in(array: Array, block: HostBlock) -> bool:
+    return isinstance(array, np.ndarray) and block.address <= address_of(array) < block.address + block.nbytes
