@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -221,9 +222,15 @@ def test_another_thread_that_waits_is_woken_by_close(stager: xferlib.Stager) -> 
     closing.result(PATIENCE)
 
 
+def numbers_of(batches: Iterator[Any]) -> list[int]:
+    return [number_of(tree) for tree in batches]
+
+
 def test_two_consumers_share_the_batches(stager: xferlib.Stager) -> None:
     batches = xferlib.prefetch(Source(50), stager)
-    halves = [on_thread(lambda: [number_of(tree) for tree in batches]) for _ in range(2)]
+    # Begun before either takes: one may be through with all of them before the other thread has started.
+    begun = [iter(batches) for _ in range(2)]
+    halves = [on_thread(partial(numbers_of, mine)) for mine in begun]
     taken = [half.result(PATIENCE) for half in halves]
     assert sorted(taken[0] + taken[1]) == list(range(50))
 
