@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import xferlib
+from xferlib.overlap.measure import MOST_LAUNCHED, _Bench
 from xferlib.overlap.overlap_report import OverlapReport, OverlapRow, Spread
 
 NBYTES = 1 << 20
@@ -213,3 +214,37 @@ def test_the_command_prints_json() -> None:
     command = [sys.executable, "-m", "xferlib", "overlap", "host", "--mib", "1", "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout)["rows"][0]["call"] == "xferlib"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "at_most"),
+    [
+        # Each takes less than the one before, so the first guess, from one and nine, falls short.
+        (lambda rounds: rounds**0.8, 1.1),
+        # Eight of them are compiled as one.
+        (lambda rounds: 1.0 + rounds // 8 * 2.0 + rounds % 8, 1.7),
+        (lambda rounds: 0.1 * rounds, 1.1),
+        # One takes longer already.
+        (lambda rounds: 100.0 * rounds, 10.0),
+    ],
+)
+def test_compute_takes_at_least_as_long_as_it_is_meant_to(seconds: Any, at_most: float) -> None:
+    class Bench:
+        """Its launches take what the test says."""
+
+        def launched(self, rounds: int, copy: object) -> float:
+            return float(seconds(rounds))
+
+    for goal in (10.0, 13.0, 50.0):
+        took = seconds(_Bench.rounds_for(cast("_Bench", Bench()), cast("Any", None), goal))
+        assert goal <= took <= max(at_most * goal, seconds(1))
+
+
+def test_compute_that_is_never_long_enough_has_an_end() -> None:
+    class Bench:
+        """Its launches take no time."""
+
+        def launched(self, rounds: int, copy: object) -> float:
+            return 1e-9
+
+    assert _Bench.rounds_for(cast("_Bench", Bench()), cast("Any", None), 10.0) == MOST_LAUNCHED
