@@ -6,7 +6,7 @@ start raises only when nothing of it is under way any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -59,7 +59,8 @@ class HostToDevice:
         self._failures = backend.failures
         self._can_overwrite = backend.capabilities.put_into
         self._makes_meanwhile = backend.capabilities.streams
-        """Arrays that order themselves are made behind the event that they are to wait for."""
+        """Arrays that order themselves are made behind the event that they are to wait for. That takes as long as all else that a
+        put does, so it is left to whoever asks for them: until then the caller can launch what runs beside the copy."""
         self._host = host
         self._dtypes = host.dtypes
         # On the path of every small transfer: each is one attribute of this object, not a chain of attributes.
@@ -211,9 +212,12 @@ class HostToDevice:
         try:
             value = into
             if into is None:
-                value = self._as_array(block, 0, array.shape, array.dtype, after=event, lease=target)
-                if spec is not None:
-                    value = unflatten(spec, (value,))
+                dtype = array.dtype
+                # A switch of the calling thread decides about some.
+                if self._makes_meanwhile or dtype not in self._dtypes:
+                    value = self._make_array(block, array.shape, dtype, event, target, spec)
+                else:
+                    value = self._lazily(partial(self._make_array, block, array.shape, dtype, event, target, spec))
             transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             if address:
                 transfer._in_place = True
@@ -246,7 +250,11 @@ class HostToDevice:
         try:
             if into is None:
                 self._blocks.settle_posted()
-            value = self._make_arrays(packing, leases, spec, event) if into is None else into
+            value = into
+            if into is None:
+                make = partial(self._make_arrays, packing, leases, spec, event)
+                # As in `one`.
+                value = make() if self._makes_meanwhile or not packing.dtypes <= self._dtypes else self._lazily(make)
             note_stream = streams.__setitem__ if into is None else partial(self._note_stream, overwritten)
             transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             transfer._in_place = any(map(_ADDRESS, sources))
@@ -297,11 +305,8 @@ class HostToDevice:
             self._h2d.quiesce((pinned, leases), pinned)
             raise
 
-        def make() -> Any:
-            refuse_finalizers(self._backend)
-            return self._make_arrays(packing, leases, spec, copy.enqueued())
-
-        transfer = Transfer(LazyValue(make), copy, (Exception,), False, streams.__setitem__)
+        value = self._lazily(lambda: self._make_arrays(packing, leases, spec, copy.enqueued()))
+        transfer = Transfer(value, copy, (Exception,), False, streams.__setitem__)
         transfer._in_place = bool(pinned)
         if stream is not None:
             try:
@@ -328,6 +333,21 @@ class HostToDevice:
         for size in sizes[len(leases) :]:
             leases.append(self._blocks.lease(size, streams))
         return leases
+
+    def _lazily(self, make: Callable[[], Any]) -> LazyValue[Any]:
+        """Return a value that is made when it is first asked for."""
+
+        def made() -> Any:
+            refuse_finalizers(self._backend)
+            return make()
+
+        return LazyValue(made)
+
+    def _make_array(
+        self, block: DeviceBlock, shape: tuple[int, ...], dtype: np.dtype[Any], event: Event, lease: object, spec: Spec
+    ) -> Any:
+        array = self._as_array(block, 0, shape, dtype, after=event, lease=lease)
+        return array if spec is None else unflatten(spec, (array,))
 
     def _make_arrays(self, packing: Packing, leases: list[Lease], spec: Spec, event: Event) -> Any:
         arrays: list[Any] = [None] * packing.count

@@ -292,6 +292,13 @@ class Transfer(NoArray, Generic[TreeT_co]):
             self.done()
         return value
 
+    def _make_ahead(self) -> None:
+        """Make the arrays on this thread, not on the one that will ask for them, if that need not wait for anything."""
+        if self._staged and isinstance(self._value, LazyValue):
+            # Whoever asks for them is told.
+            with suppress(Exception):
+                self._value()
+
     def _refuse_to_wait(self) -> None:
         if not self.done():
             raise XferError(

@@ -10,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from xferlib_jax import conformance
+from xferlib_jax._imports import Imports
 
 from xferlib.conformance.values import assert_same, pattern, words
 from xferlib.errors import AllocationError, CapabilityError, TransferError
+from xferlib.pipeline.prefetch import prefetch
 from xferlib.pipeline.ring import Ring
 from xferlib.stager import Stager
 
@@ -310,3 +312,64 @@ def test_the_limit_of_device_memory_counts_what_arrays_hold(laws: conformance.Te
         del kept
         gc.collect()
         assert_same(conformance.bench().values(small.put(words(2, 1 << 19)).result()), words(2, 1 << 19))
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_a_put_of_pinned_memory_makes_its_arrays_when_they_are_asked_for(stager: Stager, count: int) -> None:
+    """To make them takes as long as all else that a put does: the caller first launches what runs beside the copy."""
+    live_arrays = jax_of(stager).live_arrays
+    tree = {str(number): stager.empty_pinned((3000,), np.uint8) for number in range(count)}
+    values = {name: pattern((3000,), np.dtype(np.uint8), number) for number, name in enumerate(tree)}
+    for name, source in tree.items():
+        source[:] = values[name]
+    stager.put(tree).result()
+    gc.collect()
+    before = len(live_arrays())
+    transfer = stager.put(tree)
+    transfer.synchronize()
+    assert len(live_arrays()) == before
+    arrays = transfer.value
+    assert len(live_arrays()) >= before + count
+    assert transfer.value is arrays
+    for name, array in arrays.items():
+        assert_same(conformance.bench().values(array), values[name])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_wide_array_is_made_where_it_is_put(stager: Stager, count: int) -> None:
+    """Whoever asks for it may have 64-bit types off by then."""
+    with jax_of(stager).enable_x64(True):
+        sources = [stager.empty_pinned((300,), np.float64) for _ in range(count)]
+        for number, source in enumerate(sources):
+            source[:] = number + 0.1
+        alone, together = stager.put(sources[0]), stager.put(sources)
+    arrays = [alone.value, *together.value]
+    assert [array.dtype for array in arrays] == [np.float64] * (1 + count)
+    with jax_of(stager).enable_x64(True):
+        for values, source in zip(stager.get(arrays).result(), [sources[0], *sources], strict=True):
+            assert_same(values, source)
+
+
+def test_a_prefetch_makes_arrays_of_pinned_memory_on_its_own_thread(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[threading.Thread] = []
+    adopt = Imports.adopt
+
+    def noting(imports: Imports, *arguments: Any, **options: Any) -> Any:
+        made.append(threading.current_thread())
+        return adopt(imports, *arguments, **options)
+
+    monkeypatch.setattr(Imports, "adopt", noting)
+    with Ring(stager, ((300,), np.float32), slots=2) as ring:
+        batches = list(prefetch((ring.acquire() for _ in range(3)), stager))
+    assert len(made) == len(batches) == 3
+    assert threading.current_thread() not in made
+
+
+def test_what_was_put_is_made_after_its_stager_was_closed(stager: Stager) -> None:
+    source = stager.empty_pinned((3000,), np.int32)
+    source[:] = pattern((3000,), np.dtype(np.int32), 1)
+    expected = source.copy()
+    transfer = stager.put(source)
+    del source
+    stager.close()
+    assert_same(conformance.bench().values(transfer.value), expected)

@@ -155,7 +155,7 @@ def overlap(
     name: Annotated[str, typer.Argument(help="A backend that doctor lists, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[int, typer.Option(help="Which device of the backend.")] = 0,
-    mib: Annotated[int | None, typer.Option(min=1, help="Size of a copy. Default: 128 on a GPU, 16 without.")] = None,
+    mib: Annotated[int | None, typer.Option(min=1, help="Size of a copy. Default: 256 on a GPU, 16 without.")] = None,
 ) -> None:
     """Measure how much of a copy is hidden under compute on this machine, by xferlib and by the framework's own calls.
 

@@ -25,7 +25,7 @@ from xferlib.workload import CopiesItself, EdgeJob, EdgeSpec, FrameworkCopy, Nam
 
 __all__ = ["measure_overlap"]
 
-GPU_NBYTES, CPU_NBYTES = 128 << 20, 16 << 20
+GPU_NBYTES, CPU_NBYTES = 256 << 20, 16 << 20
 SIDE = 512
 """Pixels. Frames of compute and of copies are squares of this side, of one byte a pixel."""
 CPU_FRAMES = 1
@@ -48,7 +48,7 @@ GET_AFTER_LAUNCH = (
 def measure_overlap(stager: Stager, *, device: int = 0, nbytes: int | None = None, rounds: int = 7) -> OverlapReport:
     """Measure how much of a copy is hidden under compute, by xferlib and by the framework's own calls, on this machine, now.
 
-    `device` is the number that the stager was opened with. `nbytes`: bytes of a copy (None: 128 MiB on a GPU, 16 MiB on a CPU),
+    `device` is the number that the stager was opened with. `nbytes`: bytes of a copy (None: 256 MiB on a GPU, 16 MiB on a CPU),
     rounded to frames of 256 KiB. `rounds`: how often each thing is timed. What is slow is timed less often, from five times on. It
     takes some seconds, pinned memory of twice and device memory of some five times `nbytes`; nobody else should use the device
     meanwhile.

@@ -385,14 +385,18 @@ class _StagerPuts:
 
     def put(self, batch: Any, *, unshared: bool) -> Transfer:
         """See `BatchPuts`."""
+        transfer: Transfer[Any]
         if isinstance(batch, Slot):
             if batch.ring.stager is not self._stager:
                 raise ValueError(
                     f"the source gave a slot of a ring of another stager, {batch.ring.stager!r}: expected one of the very stager "
                     f"that prefetch was given, {self._stager!r}. Make the ring with that"
                 )
-            return batch.put()
-        return self._stager.put(batch, borrow="staged" if self.rewrites and not unshared else True)
+            transfer = batch.put()
+        else:
+            transfer = self._stager.put(batch, borrow="staged" if self.rewrites and not unshared else True)
+        transfer._make_ahead()
+        return transfer
 
     def nbytes(self, batch: Any) -> int:
         """See `BatchPuts`."""

@@ -29,6 +29,8 @@ from __future__ import annotations
     )
 )
 
+PUTS = "xferlib/h2d.py"
+
 MUTANTS = [
     (SAVE, "device = min(devices, key=self._nbytes.__getitem__)", "device = devices[0]"),
     (SAVE, "            self._nbytes[device] += _arrays.nbytes_of(shard)\n", ""),
@@ -152,4 +154,13 @@ MUTANTS = [
     (COPIES, "with suppress(Exception), jax.enable_x64(wide):", "with suppress(Exception):"),
     (CPU, "stream is None and (type(arrays[0]) is Part or self._check_array.accepts(arrays))", "True"),
     (ARRAYS, " or any(array.is_deleted() for array in arrays)", ""),
+    (PUTS, "if self._makes_meanwhile or dtype not in self._dtypes:", "if True:"),
+    (PUTS, "if self._makes_meanwhile or dtype not in self._dtypes:", "if self._makes_meanwhile:"),
+    (PUTS, "value = make() if self._makes_meanwhile or not packing.dtypes <= self._dtypes else", "value = make() if True else"),
+    (
+        PUTS,
+        "value = make() if self._makes_meanwhile or not packing.dtypes <= self._dtypes else",
+        "value = make() if self._makes_meanwhile else",
+    ),
+    ("xferlib/pipeline/prefetch.py", "        transfer._make_ahead()\n", ""),
 ]
