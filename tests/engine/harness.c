@@ -1376,6 +1376,36 @@ static void take_trap_away(void) {
     signal(SIGSEGV, SIG_DFL);
 }
 
+// Of a large job whoever waits copies nothing while as many as half of the threads do, and of a small one what there is.
+static void leaves_large_jobs_to_threads_that_copy(void) {
+    xe_start(1);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 128 * KIB, false), *other = new_bench(2, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+    set_trap();
+    leave_trap_at(0);
+    char *device = calloc(1, MIB);
+    xe_piece piece = {trap, (uint64_t)device, MIB, 0};
+    uint64_t id = atomic_fetch_add(&next_id, 1);
+    CHECK(xe_submit(id, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
+    while (!atomic_load(&trapped)) pause_for(100);
+    CHECK(xe_wait(id, XE_STAGED, 5000) == XE_NOT_YET);
+    xe_figures figures;
+    xe_read_figures(&figures);
+    CHECK(figures.copied_nbytes == 0);
+    transfer *small = of_one(other, 100, 1);
+    start(small, NULL, NULL);
+    CHECK(xe_wait(small->id, XE_FINISHED, PATIENCE) == XE_OK);
+    finish(small);
+    atomic_store(&gate, true);
+    CHECK(xe_wait(id, XE_FINISHED, PATIENCE) == XE_OK);
+    for (size_t n = 4 * KIB; n < MIB; n++) CHECK(device[n] == 1);
+    uint64_t ids[8];
+    while (xe_forget(id) == XE_BUSY) xe_finished(ids, 8);
+    take_trap_away();
+    free(device);
+    end_bench(other);
+    end_bench(b);
+}
+
 // What was abandoned is not at rest while one of its parts is copied, and no other one is begun.
 static void rests_behind_a_copy(int direction) {
     xe_start(1);
@@ -2987,7 +3017,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(fits_its_parts_to_its_chunks), TEST(makes_no_part_too_long), TEST(cuts_at_whole_chunks), TEST(ends_small_where_nothing_follows), TEST(is_fair_before_there_are_chunks), TEST(leaves_longer_runs), TEST(waits_where_half_is_on_its_way), TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
     TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(abandons_what_several_copy), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
-    TEST(works_while_it_waits_to_the_host), TEST(leaves_what_it_began), TEST(leaves_what_it_asks_for), TEST(leaves_what_it_began_before_there_were_threads),
+    TEST(works_while_it_waits_to_the_host), TEST(leaves_large_jobs_to_threads_that_copy), TEST(leaves_what_it_began), TEST(leaves_what_it_asks_for), TEST(leaves_what_it_began_before_there_were_threads),
     TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(goes_back_in_each_library), TEST(does_what_can_be_done_at_once),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_issued_when_its_event_is_recorded), TEST(is_fair), TEST(fails_alone_to_the_device),

@@ -89,9 +89,9 @@ def test_there_are_more_threads_for_further_devices_of_a_node(monkeypatch: pytes
     (machine / "devices" / second).mkdir()
     (machine / "devices" / second / "numa_node").write_text("2\n")
     asked = [lanes.usual_threads(device) for device in (None, first, first, second, first, other)]
-    assert asked == [8, 8, 8, 12, 12, 8]
+    assert asked == [10, 10, 10, 15, 15, 10]
     monkeypatch.setattr(lanes, "usable_cores", lambda: 16)
-    assert lanes.usual_threads(first) == 8
+    assert lanes.usual_threads(first) == 10
 
 
 def test_threads_run_on_the_cpus_near_the_device_and_the_caller_where_it_did(machine: Path) -> None:
@@ -208,7 +208,7 @@ with on("0000:01:00.0", 1):
     )
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (6, 6), (8, 6), (12, 6), (14, 7), (16, 8), (64, 8)])
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (6, 6), (8, 6), (11, 6), (12, 7), (14, 8), (16, 10), (64, 10)])
 def test_there_are_as_many_threads_as_copy_faster_and_leave_cores_to_others(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
 ) -> None:

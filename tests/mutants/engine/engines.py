@@ -841,9 +841,27 @@ MUTANTS = (
         "works_while_it_waits_to_the_device",
     ),
     Mutant(
+        "whoever waits copies as the threads do",
+        "j->small || 2 * hands < (size_t)threads;",
+        "true;",
+        "leaves_large_jobs_to_threads_that_copy",
+    ),
+    Mutant(
+        "whoever waits copies nothing of small jobs either where threads copy",
+        "j->small || 2 * hands < (size_t)threads;",
+        "2 * hands < (size_t)threads;",
+        "leaves_large_jobs_to_threads_that_copy",
+    ),
+    Mutant(
+        "who has copied is counted on",
+        "    hands--;\n",
+        "",
+        "works_while_it_waits_to_the_device",
+    ),
+    Mutant(
         "whoever waits lands nothing",
-        "    while (c && c->job != j) c = c->next;\n    if (c) {\n",
-        "    while (c && c->job != j) c = c->next;\n    if (false) {\n",
+        "    if (c && copies) {\n",
+        "    if (false) {\n",
         "works_while_it_waits_to_the_host",
     ),
     Mutant(
