@@ -1349,11 +1349,12 @@ static void abandons_what_is_ready_to_the_host(void) { abandons_what_is_ready(XE
 // Memory that stops who touches it, until the gate is open.
 static char *trap;
 static atomic_int trapped;
+static atomic_bool let_out;      // Before that.
 
 static void on_fault(int number) {
     (void)number;
     atomic_fetch_add(&trapped, 1);
-    while (!atomic_load(&gate)) pause_for(100);
+    while (!atomic_load(&gate) && !atomic_load(&let_out)) pause_for(100);
     mprotect(trap, MIB, PROT_READ | PROT_WRITE);
 }
 
@@ -1379,7 +1380,7 @@ static void take_trap_away(void) {
 // Of a large job whoever waits copies nothing while as many as half of the threads do, and of a small one what there is.
 static void leaves_large_jobs_to_threads_that_copy(void) {
     xe_start(1);
-    bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 128 * KIB, false), *other = new_bench(2, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+    bench *b = new_bench(1, XE_H2D, &DEVICE, 2, 512 * KIB, false), *other = new_bench(2, XE_H2D, &DEVICE, 1, 64 * KIB, false);
     set_trap();
     leave_trap_at(0);
     char *device = calloc(1, MIB);
@@ -1404,6 +1405,95 @@ static void leaves_large_jobs_to_threads_that_copy(void) {
     free(device);
     end_bench(other);
     end_bench(b);
+}
+
+// With three threads, of which one copies and two are in calls, whoever waits copies; with two, of which one is in a call, not.
+static void copies_where_fewer_than_half_do(void) {
+    for (int many = 2; many <= 3; many++) {
+        CHECK(xe_start(many) == many);
+        bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 128 * KIB, false), *held[2];
+        set_trap();
+        leave_trap_at(0);
+        transfer *first[2];
+        for (int n = 0; n < many - 1; n++) {
+            held[n] = new_bench(2 + (uint32_t)n, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+            atomic_store(n ? &held_too : &held_in, held[n]->stream);
+            first[n] = of_one(held[n], 100, 1);
+            start(first[n], NULL, NULL);
+            while (atomic_load(&held[n]->stream->inside) == 0) pause_for(100);
+        }
+        xe_figures before, after;
+        xe_read_figures(&before);
+        char *device = calloc(1, MIB);
+        xe_piece piece = {trap, (uint64_t)device, 400 * KIB, 0};
+        uint64_t id = atomic_fetch_add(&next_id, 1);
+        int caught = atomic_load(&trapped);
+        CHECK(xe_submit(id, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
+        while (atomic_load(&trapped) == caught) pause_for(100);
+        CHECK(xe_wait(id, XE_STAGED, many == 2 ? 5000 : 200000) == XE_NOT_YET);
+        xe_read_figures(&after);
+        CHECK((after.copied_nbytes > before.copied_nbytes) == (many == 3));
+        atomic_store(&gate, true);
+        CHECK(xe_wait(id, XE_FINISHED, PATIENCE) == XE_OK);
+        for (size_t n = 4 * KIB; n < 400 * KIB; n++) CHECK(device[n] == 1);
+        for (int n = 0; n < many - 1; n++) {
+            finish(first[n]);
+            end_bench(held[n]);
+        }
+        uint64_t ids[8];
+        while (xe_forget(id) == XE_BUSY) xe_finished(ids, 8);
+        take_trap_away();
+        free(device);
+        end_bench(b);
+    }
+}
+
+static void *waits_until_staged(void *id) {
+    CHECK(xe_wait(*(uint64_t *)id, XE_STAGED, PATIENCE) == XE_OK);
+    return NULL;
+}
+
+// But what threads leave again, because none of them comes back from a call, whoever waits copies after all. With two threads, one of
+// them is in a call from the beginning.
+static void copies_what_threads_leave(void) {
+    for (int many = 1; many <= 2; many++) {
+        CHECK(xe_start(many) == many);
+        bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 128 * KIB, false), *held = new_bench(2, XE_H2D, &DEVICE, 1, 64 * KIB, false);
+        set_trap();
+        leave_trap_at(0);
+        transfer *first = of_one(held, 100, 1);
+        if (many == 2) {
+            atomic_store(&held_too, held->stream);
+            start(first, NULL, NULL);
+            while (atomic_load(&held->stream->inside) == 0) pause_for(100);
+        }
+        char *device = calloc(1, MIB);
+        xe_piece piece = {trap, (uint64_t)device, 400 * KIB, 0};
+        uint64_t id = atomic_fetch_add(&next_id, 1);
+        int caught = atomic_load(&trapped);
+        CHECK(xe_submit(id, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
+        while (atomic_load(&trapped) == caught) pause_for(100);
+        pthread_t waits;
+        CHECK(pthread_create(&waits, NULL, waits_until_staged, &id) == 0);
+        // It has found that it is not needed, and sleeps.
+        pause_for(50000);
+        atomic_store(&held_in, b->stream);
+        atomic_store(&let_out, true);
+        pthread_join(waits, NULL);
+        atomic_store(&gate, true);
+        atomic_store(&let_out, false);
+        CHECK(xe_wait(id, XE_FINISHED, PATIENCE) == XE_OK);
+        for (size_t n = 4 * KIB; n < 400 * KIB; n++) CHECK(device[n] == 1);
+        atomic_store(&held_in, NULL);
+        if (many == 1) start(first, NULL, NULL);
+        finish(first);
+        uint64_t ids[8];
+        while (xe_forget(id) == XE_BUSY) xe_finished(ids, 8);
+        take_trap_away();
+        free(device);
+        end_bench(held);
+        end_bench(b);
+    }
 }
 
 // What was abandoned is not at rest while one of its parts is copied, and no other one is begun.
@@ -2482,8 +2572,7 @@ static void reads_no_more_than_a_file_has(void) {
 }
 
 // A source whose file was cut off fails the job, and nobody else.
-static void survives_a_file_that_is_cut_off(void) {
-    xe_start(2);
+static void cut_off_a_file(void) {
     bench *b = new_bench(1, XE_H2D, &DEVICE, 4, 256 * KIB, false);
     char name[] = "/tmp/xferlib-engine-XXXXXX";
     int file = mkstemp(name);
@@ -2506,6 +2595,18 @@ static void survives_a_file_that_is_cut_off(void) {
     munmap(mapped, MIB);
     close(file);
     end_bench(b);
+}
+
+static void survives_a_file_that_is_cut_off(void) {
+    xe_start(2);
+    cut_off_a_file();
+}
+
+// Whoever copied from it copies no more, so that others who wait do.
+static void works_for_others_after_a_file_was_cut_off(void) {
+    xe_start(1);
+    cut_off_a_file();
+    works_while_it_waits(XE_H2D);
 }
 
 // In a child with an engine of its own, which found `handler` there: the status by which it ended.
@@ -3017,7 +3118,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(fits_its_parts_to_its_chunks), TEST(makes_no_part_too_long), TEST(cuts_at_whole_chunks), TEST(ends_small_where_nothing_follows), TEST(is_fair_before_there_are_chunks), TEST(leaves_longer_runs), TEST(waits_where_half_is_on_its_way), TEST(leaves_short_runs_to_others), TEST(waits_for_no_runs_that_are_lost), TEST(waits_for_longer_runs_alone),
     TEST(copies_together_to_the_device), TEST(copies_together_to_the_host), TEST(abandons_what_several_copy), TEST(fails_while_others_copy), TEST(waits_for_no_lane), TEST(asks_every_lane),
     TEST(takes_over_to_the_device), TEST(takes_over_to_the_host), TEST(works_while_it_waits_to_the_device),
-    TEST(works_while_it_waits_to_the_host), TEST(leaves_large_jobs_to_threads_that_copy), TEST(leaves_what_it_began), TEST(leaves_what_it_asks_for), TEST(leaves_what_it_began_before_there_were_threads),
+    TEST(works_while_it_waits_to_the_host), TEST(leaves_large_jobs_to_threads_that_copy), TEST(copies_where_fewer_than_half_do), TEST(copies_what_threads_leave), TEST(leaves_what_it_began), TEST(leaves_what_it_asks_for), TEST(leaves_what_it_began_before_there_were_threads),
     TEST(waits_for_no_call), TEST(enters_again_where_it_works_for_others),
     TEST(goes_back_in_each_library), TEST(does_what_can_be_done_at_once),
     TEST(costs_little_while_held), TEST(orders_its_copies), TEST(is_issued_when_its_event_is_recorded), TEST(is_fair), TEST(fails_alone_to_the_device),
@@ -3031,7 +3132,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
-    TEST(reads_a_file), TEST(reads_a_file_bit_by_bit), TEST(closes_no_file_that_is_read), TEST(reads_no_more_than_a_file_has), TEST(survives_a_file_that_is_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
+    TEST(reads_a_file), TEST(reads_a_file_bit_by_bit), TEST(closes_no_file_that_is_read), TEST(reads_no_more_than_a_file_has), TEST(survives_a_file_that_is_cut_off), TEST(works_for_others_after_a_file_was_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
     TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
 };
 

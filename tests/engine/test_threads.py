@@ -92,6 +92,8 @@ def test_there_are_more_threads_for_further_devices_of_a_node(monkeypatch: pytes
     assert asked == [10, 10, 10, 15, 15, 10]
     monkeypatch.setattr(lanes, "usable_cores", lambda: 16)
     assert lanes.usual_threads(first) == 10
+    monkeypatch.setattr(lanes, "usable_cores", lambda: 22)
+    assert lanes.usual_threads(first) == 13
 
 
 def test_threads_run_on_the_cpus_near_the_device_and_the_caller_where_it_did(machine: Path) -> None:

@@ -1297,8 +1297,9 @@ int xe_wait(uint64_t id, int stage, int64_t microseconds) {
         // What this thread has begun is for others now. Where all of them are in calls, this one asks.
         if (worked) wake(1);
         worked = false;
-        bool unasked = copying && !polling;
-        int64_t longest = threads ? unasked ? LONGEST_SLEEP : left : unasked ? FIRST_SLEEP : LONGEST_SLEEP;
+        bool unasked = copying && !polling, relied = 2 * hands >= (size_t)threads;
+        // Threads that copy may all be in calls next, and nobody tells those who relied on them.
+        int64_t longest = threads ? unasked || relied ? LONGEST_SLEEP : left : unasked ? FIRST_SLEEP : LONGEST_SLEEP;
         sleep_for(&news, left < longest ? left : longest);
     }
     if (here.enter || here.capture_mode) {

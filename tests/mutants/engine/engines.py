@@ -853,6 +853,42 @@ MUTANTS = (
         "leaves_large_jobs_to_threads_that_copy",
     ),
     Mutant(
+        "whoever waits copies until all threads do",
+        "j->small || 2 * hands < (size_t)threads;",
+        "j->small || hands < (size_t)threads;",
+        "copies_where_fewer_than_half_do",
+    ),
+    Mutant(
+        "whoever waits begins parts of large jobs all the same",
+        "if (copies && (c = start_part(l))) {",
+        "if ((c = start_part(l))) {",
+        "leaves_large_jobs_to_threads_that_copy",
+    ),
+    Mutant(
+        "whoever waits goes on with parts of large jobs all the same",
+        "    if (c && copies) {\n",
+        "    if (c) {\n",
+        "leaves_large_jobs_to_threads_that_copy",
+    ),
+    Mutant(
+        "whoever waits relies on threads for good",
+        "unasked || relied ? LONGEST_SLEEP",
+        "unasked ? LONGEST_SLEEP",
+        "copies_what_threads_leave",
+    ),
+    Mutant(
+        "whoever waits relies for good on exactly half of the threads",
+        "relied = 2 * hands >= (size_t)threads;",
+        "relied = 2 * hands > (size_t)threads;",
+        "copies_what_threads_leave",
+    ),
+    Mutant(
+        "who could not copy is counted on",
+        "    hands--;\n",
+        "    hands -= whole;\n",
+        "works_for_others_after_a_file_was_cut_off",
+    ),
+    Mutant(
         "who has copied is counted on",
         "    hands--;\n",
         "",
