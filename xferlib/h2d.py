@@ -6,7 +6,7 @@ start raises only when nothing of it is under way any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -16,7 +16,7 @@ import numpy as np
 
 from xferlib.checks import check_alike, check_apart, checked_at, refuse_finalizers, without_arrays
 from xferlib.engine.jobs import Job
-from xferlib.errors import CapabilityError
+from xferlib.errors import CapabilityError, TransferError
 from xferlib.in_flight import uses
 from xferlib.ledger import Ledger, all_ledgers
 from xferlib.memory.arrays import Array
@@ -217,7 +217,8 @@ class HostToDevice:
                 if self._makes_meanwhile or dtype not in self._dtypes:
                     value = self._make_array(block, array.shape, dtype, event, target, spec)
                 else:
-                    value = self._lazily(partial(self._make_array, block, array.shape, dtype, event, target, spec))
+                    make = partial(self._make_array, block, array.shape, dtype, event, target, spec)
+                    value = self._lazily((block,), make)
             transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             if address:
                 transfer._in_place = True
@@ -254,7 +255,8 @@ class HostToDevice:
             if into is None:
                 make = partial(self._make_arrays, packing, leases, spec, event)
                 # As in `one`.
-                value = make() if self._makes_meanwhile or not packing.dtypes <= self._dtypes else self._lazily(make)
+                at_once = self._makes_meanwhile or not packing.dtypes <= self._dtypes
+                value = make() if at_once else self._lazily([block for block, _ in leases], make)
             note_stream = streams.__setitem__ if into is None else partial(self._note_stream, overwritten)
             transfer = Transfer(value, event, self._failures, False, note_stream, self._table)
             transfer._in_place = any(map(_ADDRESS, sources))
@@ -305,7 +307,8 @@ class HostToDevice:
             self._h2d.quiesce((pinned, leases), pinned)
             raise
 
-        value = self._lazily(lambda: self._make_arrays(packing, leases, spec, copy.enqueued()))
+        blocks = [block for block, _ in leases]
+        value = self._lazily(blocks, lambda: self._make_arrays(packing, leases, spec, copy.enqueued()))
         transfer = Transfer(value, copy, (Exception,), False, streams.__setitem__)
         transfer._in_place = bool(pinned)
         if stream is not None:
@@ -334,11 +337,16 @@ class HostToDevice:
             leases.append(self._blocks.lease(size, streams))
         return leases
 
-    def _lazily(self, make: Callable[[], Any]) -> LazyValue[Any]:
-        """Return a value that is made when it is first asked for."""
+    def _lazily(self, blocks: Iterable[DeviceBlock], make: Callable[[], Any]) -> LazyValue[Any]:
+        """Return a value that is made, over these blocks, when it is first asked for."""
 
         def made() -> Any:
             refuse_finalizers(self._backend)
+            # An array that is there already is deleted with its block. One that is made over it would be of memory of others.
+            if any(map(self._backend.lost, blocks)):
+                raise TransferError(
+                    "the memory of what was put is gone, since somebody has deleted every array of the framework's. Put it again"
+                )
             return make()
 
         return LazyValue(made)

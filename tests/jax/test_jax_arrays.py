@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from xferlib_jax import conformance
+from xferlib_jax._cpu import CpuStager
+from xferlib_jax._cuda import CudaStager
 from xferlib_jax._imports import Imports
 
 from xferlib.conformance.values import assert_same, pattern, words
@@ -373,3 +375,18 @@ def test_what_was_put_is_made_after_its_stager_was_closed(stager: Stager) -> Non
     del source
     stager.close()
     assert_same(conformance.bench().values(transfer.value), expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("borrow", [False, True])
+def test_no_array_is_made_over_memory_that_somebody_has_deleted(
+    stager: Stager, monkeypatch: pytest.MonkeyPatch, count: int, borrow: bool
+) -> None:
+    """Whoever deletes every array of JAX deletes our memory, too. An array that is there already is deleted with it."""
+    nbytes = 1 << 20
+    sources = [np.ones(nbytes, np.uint8) if borrow else stager.empty_pinned((nbytes,), np.uint8) for _ in range(count)]
+    transfer = stager.put(sources if count > 1 else sources[0], borrow=borrow)
+    for kind in (CpuStager, CudaStager):
+        monkeypatch.setattr(kind, "lost", lambda backend, block: True)
+    with pytest.raises(TransferError, match="memory of what was put is gone"):
+        _ = transfer.value
