@@ -329,6 +329,7 @@ def test_a_put_of_pinned_memory_makes_its_arrays_when_they_are_asked_for(stager:
     before = len(live_arrays())
     transfer = stager.put(tree)
     transfer.synchronize()
+    assert "uint8" not in repr(transfer)
     assert len(live_arrays()) == before
     arrays = transfer.value
     assert len(live_arrays()) >= before + count
@@ -352,7 +353,10 @@ def test_a_wide_array_is_made_where_it_is_put(stager: Stager, count: int) -> Non
             assert_same(values, source)
 
 
-def test_a_prefetch_makes_arrays_of_pinned_memory_on_its_own_thread(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_prefetch_makes_arrays_of_pinned_memory_on_its_own_thread(
+    stager: Stager, monkeypatch: pytest.MonkeyPatch, slots: bool
+) -> None:
     made: list[threading.Thread] = []
     adopt = Imports.adopt
 
@@ -362,9 +366,72 @@ def test_a_prefetch_makes_arrays_of_pinned_memory_on_its_own_thread(stager: Stag
 
     monkeypatch.setattr(Imports, "adopt", noting)
     with Ring(stager, ((300,), np.float32), slots=2) as ring:
-        batches = list(prefetch((ring.acquire() for _ in range(3)), stager))
+        source = ring.acquire if slots else lambda: stager.empty_pinned((300,), np.float32)
+        batches = list(prefetch((source() for _ in range(3)), stager))
     assert len(made) == len(batches) == 3
     assert threading.current_thread() not in made
+
+
+def test_a_prefetch_waits_for_no_lent_batch_to_make_its_arrays(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be made when their copies are started, for which whoever takes them waits."""
+    made: list[threading.Thread] = []
+    adopt = Imports.adopt
+
+    def noting(imports: Imports, *arguments: Any, **options: Any) -> Any:
+        made.append(threading.current_thread())
+        return adopt(imports, *arguments, **options)
+
+    monkeypatch.setattr(Imports, "adopt", noting)
+    for _ in prefetch([np.zeros(1 << 20, np.uint8) for _ in range(3)], stager):
+        pass
+    assert made == [threading.current_thread()] * 3
+
+
+def test_what_a_prefetch_could_not_make_ahead_is_made_when_it_is_asked_for(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    me = threading.current_thread()
+    adopt = Imports.adopt
+    refused: list[None] = []
+
+    def refusing(imports: Imports, *arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is me:
+            return adopt(imports, *arguments, **options)
+        refused.append(None)
+        raise jax_of(stager).errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(Imports, "adopt", refusing)
+    sources = [stager.empty_pinned((300,), np.float32) for _ in range(3)]
+    for number, source in enumerate(sources):
+        source[:] = number
+    for array, source in zip(prefetch(sources, stager), sources, strict=True):
+        assert_same(conformance.bench().values(array), source)
+    assert len(refused) == 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_who_ask_at_once_get_the_same_arrays(stager: Stager, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    transfer = stager.put([stager.empty_pinned((300,), np.float32) for _ in range(count)])
+    adopt, adopt_all = Imports.adopt, Imports.adopt_all
+    others: list[Any] = []
+
+    def meanwhile() -> None:
+        if threading.current_thread() is threading.main_thread():
+            asks = threading.Thread(target=lambda: others.append(transfer.value))
+            asks.start()
+            asks.join()
+
+    def one(imports: Imports, *arguments: Any, **options: Any) -> Any:
+        meanwhile()
+        return adopt(imports, *arguments, **options)
+
+    def several(imports: Imports, *arguments: Any, **options: Any) -> Any:
+        meanwhile()
+        return adopt_all(imports, *arguments, **options)
+
+    monkeypatch.setattr(Imports, "adopt", one)
+    monkeypatch.setattr(Imports, "adopt_all", several)
+    arrays = transfer.value
+    assert others[0] is arrays
+    assert transfer.value is arrays
 
 
 def test_what_was_put_is_made_after_its_stager_was_closed(stager: Stager) -> None:

@@ -50,6 +50,38 @@ def test_finalizers_that_transfer_run_at_any_allocation(call: str, act: str, sta
     assert (stager.get(stager.put(large).result()).result() == large).all()
 
 
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_a_finalizer_makes_no_arrays_where_jax_could_not_bear_it(stager: Stager, count: int) -> None:
+    sources = [stager.empty_pinned((300,), np.float32) for _ in range(count)]
+    for number, source in enumerate(sources):
+        source[:] = number
+    unmade, made = stager.put(sources), stager.put(sources)
+    known = made.value
+    got: list[object] = []
+
+    class Garbage:
+        def __init__(self, transfer: xferlib.Transfer) -> None:
+            self.me = self
+            self.transfer = transfer
+
+        def __del__(self) -> None:
+            try:
+                got.append(self.transfer.value)
+            except xferlib.CapabilityError as error:
+                got.append(str(error))
+
+    Garbage(made)
+    gc.collect()
+    assert got[0] is known
+    Garbage(unmade)
+    gc.collect()
+    if not FINALIZERS:
+        assert "in a finalizer that the garbage collector runs" in str(got[1])
+    # Refused there and then, and the copy is as sound as before.
+    for array, source in zip(unmade.value, sources, strict=True):
+        assert (np.asarray(array) == source).all()
+
+
 @pytest.mark.skipif(FINALIZERS, reason="finalizers may call JAX here")
 def test_what_is_over_devices_is_refused_in_finalizers_and_goes_on_behind_them(stager: Stager, tmp_path: Path) -> None:
     sharding = SingleDeviceSharding(jax.local_devices()[0])

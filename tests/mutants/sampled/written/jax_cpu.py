@@ -161,6 +161,9 @@ MUTANTS = [
     (PUTS, "if any(map(self._backend.lost, blocks)):", "if False:"),
     (PUTS, "self._lazily([block for block, _ in leases], make)", "self._lazily((), make)"),
     (PUTS, "        blocks = [block for block, _ in leases]\n", "        blocks = ()\n"),
+    (PUTS, "            refuse_finalizers(self._backend)\n            # An array", "            # An array"),
+    ("xferlib/transfer.py", "self._made.setdefault(None, make())", "self._made[None] = make()"),
+    ("xferlib/transfer.py", "if self._staged and isinstance(self._value, LazyValue):", "if isinstance(self._value, LazyValue):"),
     (
         "xferlib/transfer.py",
         "            with suppress(Exception):\n                self._value()\n",
