@@ -559,8 +559,13 @@ atexit.register(_close_all)
 
 
 def check_stager(stager: object, other: object = None, *, comes: str = "second") -> None:
-    """Raise `TypeError` unless this is a stager. `other`: the argument where it may stand by mistake; `comes`: where it belongs."""
+    """Raise `TypeError` unless this is a stager, `ClosedError` for one that is closed.
+
+    `other`: the argument where it may stand by mistake; `comes`: where it belongs.
+    """
     if isinstance(stager, Stager):
+        if stager.closed:
+            raise ClosedError(CLOSED)
         return
     name = repr(stager) if isinstance(stager, str) else '"auto"'
     advice = f"The stager comes {comes}" if isinstance(other, Stager) else f"Open one with xferlib.stager({name})"

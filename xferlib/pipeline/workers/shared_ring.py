@@ -135,7 +135,7 @@ class SharedRing(Generic[TreeT_co]):
 
     __reduce_ex__ = uncopied("Threads may share it; another process makes one of its own")
 
-    def __init__(self, stager: Stager, spec: Any, *, slots: int = 8) -> None:
+    def __init__(self, stager: Stager, spec: Any, slots: int = 8) -> None:
         self._refusal: XferError | None = None
         check_stager(stager, spec, comes="first")
         # A consumer holds one while the next is filled.
