@@ -919,8 +919,8 @@ static bool help(job *j) {
     polling = true;
     size_t found = ask(), mine = 0;
     polling = false;
-    // None of this job's had landed before. The rest is for others.
-    for (c = uncopied.first; c; c = c->next) mine += c->job == j;
+    // None of this job's had landed before. What this thread does not copy is for others.
+    for (c = uncopied.first; c && copies; c = c->next) mine += c->job == j;
     if (found > mine) wake(found - mine);
     return found > 0;
 }
