@@ -5,18 +5,26 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from tests.core.fakes import WATCHDOG
+from xferlib.engine.native import gil_library, library
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap import callbacks
 from xferlib.overlap.callbacks import CallRecording, site_of
 from xferlib.overlap.calls import LEGACY, CudaCall
-from xferlib.tracing.library import CallbackData
+from xferlib.overlap.parameters import PER_THREAD
+from xferlib.tracing.library import CallbackData, load
 
 DRIVER, RUNTIME = 1, 2
 ENTER, EXIT = 0, 1
+CLERK = "xferlib-overlap-calls"
 DEVICE, PINNED, PAGEABLE = 0x7000, 0x8000, 0x9000
 U32, U64 = ctypes.c_uint32, ctypes.c_uint64
 SIX = [("g", U32 * 3), ("b", U32 * 3)]
@@ -26,6 +34,14 @@ class Places:
     """Stands for the driver: says which memory an address is in, and which streams are blocking or captured."""
 
     captured = 99
+
+    def __init__(self) -> None:
+        self.contexts: list[int | None] = []
+
+    @contextmanager
+    def current(self, context: int | None = None) -> Iterator[None]:
+        self.contexts.append(context)
+        yield
 
     def memory(self, address: int) -> str:
         return {DEVICE: "device", PINNED: "pinned"}.get(address & ~0xFFF, "pageable")
@@ -48,20 +64,54 @@ def copy(to: int, of: int, nbytes: int, *rest: tuple[str, Any], **values: int) -
     return struct(("dst", U64), ("src", U64), ("count", U64), *rest, dst=to, src=of, count=nbytes, **values)
 
 
-def tell(recording: CallRecording, site: int, domain: int, number: int, parameters: ctypes.Structure | None = None) -> None:
+class Accepting:
+    """Stands for CUPTI: it subscribes whoever asks."""
+
+    def cuptiSubscribe(self, *_: object) -> int:  # noqa: N802
+        return 0
+
+    def cuptiEnableCallback(self, *_: object) -> None:  # noqa: N802
+        """All calls are told."""
+
+
+@pytest.fixture(autouse=True)
+def accepting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(callbacks, "load", Accepting)
+    yield
+    assert CLERK not in [thread.name for thread in threading.enumerate()]
+
+
+def recorded() -> AbstractContextManager[CallRecording]:
+    return callbacks.recorded(cast("Any", Places()))
+
+
+def tell(
+    site: int, domain: int, number: int, parameters: ctypes.Structure | None = None, *, engine: ctypes.CDLL | None = None
+) -> None:
+    """Tell of a call as CUPTI does. `engine`: `library()`, to do so without the GIL."""
     data = CallbackData(site=site, function=b"cuSomething")
     if parameters is not None:
         data.parameters = ctypes.addressof(parameters)
-    recording.called(domain, number, ctypes.pointer(data))
-    if recording.failure is not None:
-        raise recording.failure
+    called = (engine or gil_library()).xe_callbacks_called
+    called(None, domain, ctypes.c_uint32(number), ctypes.byref(data))
 
 
 def seen(domain: int, number: int, parameters: ctypes.Structure | None = None) -> CudaCall:
-    recording = CallRecording(cast("Any", Places()))
-    tell(recording, ENTER, domain, number, parameters)
-    (call,) = recording.calls
-    return call
+    """Return what is made of a call, whether its thread holds the GIL or not."""
+    with recorded() as recording:
+        for engine in gil_library(), library():
+            tell(ENTER, domain, number, parameters, engine=engine)
+            tell(EXIT, domain, number, parameters, engine=engine)
+        if recording.failure is not None:
+            raise recording.failure
+        if recording.missed:
+            # The clerk cannot look at a stream of the calling thread's own.
+            assert recording.calls[0].stream == PER_THREAD
+            return recording.calls[0]
+        one, other = recording.calls
+    assert (one.serial, other.serial) == (1, 2)
+    assert replace(other, serial=1, site=one.site) == one
+    return one
 
 
 @pytest.mark.parametrize(
@@ -239,13 +289,15 @@ def test_events_and_waits_give_event_and_stream() -> None:
     ids=["launch", "record", "copy", "sync"],
 )
 def test_what_is_captured_into_a_graph_is_no_work(number: int, parameters: ctypes.Structure) -> None:
-    recording = CallRecording(cast("Any", Places()))
-    tell(recording, ENTER, DRIVER, number, parameters)
-    assert recording.calls == []
+    with recorded() as recording:
+        for engine in gil_library(), library():
+            tell(ENTER, DRIVER, number, parameters, engine=engine)
+            tell(EXIT, DRIVER, number, parameters, engine=engine)
+        assert (recording.calls, recording.failure, recording.missed) == ([], None, "")
 
 
-def test_calls_inside_a_call_count_as_that_call() -> None:
-    recording = CallRecording(cast("Any", Places()))
+@pytest.mark.parametrize("engine", [gil_library, library], ids=["with the GIL", "without"])
+def test_calls_inside_a_call_count_as_that_call(engine: Callable[[], ctypes.CDLL]) -> None:
     runtime = copy(DEVICE, PINNED, 9, ("kind", U32), ("stream", U64), stream=7)
     driver = copy(DEVICE, PINNED, 9, ("hStream", U64), hStream=7)
     told: list[str] = []
@@ -254,22 +306,42 @@ def test_calls_inside_a_call_count_as_that_call() -> None:
         def entered(self, call: CudaCall) -> None:
             told.append("entered")
             # What is called in here is nobody's.
-            tell(recording, ENTER, DRIVER, 17)
-            tell(recording, EXIT, DRIVER, 17)
+            tell(ENTER, DRIVER, 17, engine=library())
+            tell(EXIT, DRIVER, 17, engine=library())
 
         def left(self, call: CudaCall) -> None:
-            told.append("left")
+            self.entered(call)
+            told[-1] = "left"
 
-    recording.listener = Listener()
-    for _ in range(2):
-        tell(recording, ENTER, RUNTIME, 41, runtime)
-        tell(recording, ENTER, DRIVER, 277, driver)
-        tell(recording, EXIT, DRIVER, 277, driver)
-        assert list(recording.open.values()) == recording.calls[-1:]
-        tell(recording, EXIT, RUNTIME, 41, runtime)
-    assert recording.open == {}
-    assert told == ["entered", "left"] * 2
-    assert [call.serial for call in recording.calls] == [1, 2]
+    with recorded() as recording:
+        recording.listener = Listener()
+        for _ in range(2):
+            tell(ENTER, RUNTIME, 41, runtime, engine=engine())
+            tell(ENTER, DRIVER, 277, driver, engine=engine())
+            tell(EXIT, DRIVER, 277, driver, engine=engine())
+            assert list(recording.open.values()) == recording.calls[-1:]
+            tell(EXIT, RUNTIME, 41, runtime, engine=engine())
+        with recording.ours():
+            tell(ENTER, DRIVER, 17, engine=engine())
+            tell(EXIT, DRIVER, 17, engine=engine())
+        assert (recording.open, recording.failure, recording.missed) == ({}, None, "")
+        assert told == ["entered", "left"] * 2
+        assert [call.serial for call in recording.calls] == [1, 2]
+
+
+def test_a_recording_that_ended_inside_a_call_leaves_the_next_nothing() -> None:
+    with recorded():
+        tell(ENTER, DRIVER, 17)
+    with recorded() as recording:
+        tell(ENTER, DRIVER, 17)
+        assert len(recording.calls) == 1
+
+
+def test_the_end_of_a_call_that_began_before_is_no_end_of_another() -> None:
+    with recorded() as recording:
+        tell(EXIT, RUNTIME, 165)
+        tell(ENTER, DRIVER, 17)
+        assert len(recording.calls) == len(recording.open) == 1
 
 
 def test_the_line_is_that_of_the_users_code() -> None:
@@ -279,23 +351,179 @@ def test_the_line_is_that_of_the_users_code() -> None:
     assert site_of(sys._getframe()) == (__file__, site_of(sys._getframe()).line, "test_the_line_is_that_of_the_users_code")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("engine", [gil_library, library], ids=["with the GIL", "without"])
+def test_the_line_is_that_of_the_thread_that_calls(engine: Callable[[], ctypes.CDLL]) -> None:
+    def another() -> None:
+        tell(ENTER, DRIVER, 17, engine=engine())
+
+    with recorded() as recording:
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+        (found,) = recording.calls
+    assert found.site is not None
+    assert (found.site.function, found.near, found.in_loop) == ("tell", None, False)
+
+
 def test_a_thread_without_lines_of_the_user_says_where_the_loop_is() -> None:
-    recording = CallRecording(cast("Any", Places()))
     # The loop is in nobody's code but this test's; the thread runs code of installed packages alone.
     code = compile("call()", "/usr/lib/python3/dist-packages/framework.py", "exec")
     data = CallbackData(site=ENTER, function=b"cuSomething")
 
     def call() -> None:
-        recording.called(DRIVER, 17, ctypes.pointer(data))
+        library().xe_callbacks_called(None, DRIVER, ctypes.c_uint32(17), ctypes.byref(data))
 
     call.__code__ = call.__code__.replace(co_filename="/usr/lib/python3/dist-packages/framework.py")
-    thread = threading.Thread(target=exec, args=(code, {"call": call}))
-    thread.start()
-    thread.join()
-    (found,) = recording.calls
+    with recorded() as recording:
+        thread = threading.Thread(target=exec, args=(code, {"call": call}))
+        thread.start()
+        thread.join()
+        (found,) = recording.calls
     assert found.site is None
     assert found.near is not None
     assert found.near.function == "test_a_thread_without_lines_of_the_user_says_where_the_loop_is"
+
+
+def test_a_thread_may_keep_the_gil_until_another_has_come_out_of_its_call(
+    built_cupti: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As XLA does: one thread calls with a lock of its own, another waits for that lock and does not give up the GIL."""
+    cupti = ctypes.CDLL(str(built_cupti))
+    monkeypatch.setattr(callbacks, "load", lambda: cupti)
+    with recorded() as recording:
+        caller = threading.Thread(target=cupti.standin_call_meanwhile, args=(DRIVER, 17))
+        caller.start()
+        assert ctypes.PyDLL(str(built_cupti)).standin_keep(20_000), "the call waited for the GIL"
+        caller.join()
+        assert "not seen in time" in recording.missed
+        # Who knows that one was missed waits for no other.
+        tell(ENTER, DRIVER, 17, engine=library())
+        tell(EXIT, DRIVER, 17, engine=library())
+        assert recording.calls == []
+        recording.forgive()
+        assert recording.missed == ""
+        tell(ENTER, DRIVER, 17, engine=library())
+        assert (len(recording.calls), recording.missed, recording.failure) == (1, "", None)
+
+
+def test_a_call_goes_on_when_the_listener_has_been_told() -> None:
+    went_on = {ENTER: threading.Event(), EXIT: threading.Event()}
+    seen_on: list[bool] = []
+
+    class Listener:
+        def entered(self, call: CudaCall) -> None:
+            seen_on.append(went_on[ENTER].wait(0.1))
+
+        def left(self, call: CudaCall) -> None:
+            seen_on.append(went_on[EXIT].wait(0.1))
+
+    def calls() -> None:
+        for site, done in went_on.items():
+            tell(site, DRIVER, 17, engine=library())
+            done.set()
+
+    with recorded() as recording:
+        recording.listener = Listener()
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+        assert recording.missed == ""
+    assert seen_on == [False, False]
+
+
+def test_calls_of_many_threads_are_all_recorded() -> None:
+    together = threading.Barrier(6)
+
+    def calls(engine: ctypes.CDLL) -> None:
+        together.wait(WATCHDOG)
+        for _ in range(50):
+            tell(ENTER, DRIVER, 17, engine=engine)
+            tell(EXIT, DRIVER, 17, engine=engine)
+
+    with recorded() as recording:
+        threads = [threading.Thread(target=calls, args=(engine,)) for engine in [library()] * 4 + [gil_library()] * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (recording.open, recording.failure, recording.missed) == ({}, None, "")
+        assert [call.serial for call in recording.calls] == list(range(1, 301))
+
+
+def test_on_behalf_of_another_thread_its_context_is_current() -> None:
+    driver = Places()
+    with callbacks.recorded(cast("Any", driver)) as recording:
+        data = CallbackData(site=ENTER, context=0xC0, function=b"cuSomething")
+        for engine in gil_library(), library():
+            engine.xe_callbacks_called(None, DRIVER, ctypes.c_uint32(17), ctypes.byref(data))
+            tell(EXIT, DRIVER, 17, engine=engine)
+        assert len(recording.calls) == 2
+    assert driver.contexts == [0xC0, None]
+
+
+def test_a_default_stream_of_the_threads_own_is_missed_by_the_clerk() -> None:
+    with recorded() as recording:
+        parameters = struct(("hStream", U64), hStream=PER_THREAD)
+        tell(ENTER, DRIVER, 126, parameters)
+        tell(EXIT, DRIVER, 126, parameters)
+        assert (len(recording.calls), recording.missed) == (1, "")
+        tell(ENTER, DRIVER, 126, parameters, engine=library())
+        tell(EXIT, DRIVER, 126, parameters, engine=library())
+        assert len(recording.calls) == 1
+        assert "own default stream" in recording.missed
+        recording.forgive()
+        assert recording.missed == ""
+
+
+def test_what_a_callback_raises_is_kept_and_the_call_goes_on() -> None:
+    class Listener:
+        def entered(self, call: CudaCall) -> None:
+            raise KeyError(call.kind)
+
+        left = entered
+
+    for engine in gil_library(), library():
+        with recorded() as recording:
+            recording.listener = Listener()
+            tell(ENTER, DRIVER, 17, engine=engine)
+            assert isinstance(recording.failure, KeyError)
+            assert recording.missed == ""
+
+
+def test_the_end_of_a_recording_lets_all_who_wait_go_on() -> None:
+    """One of them is with the clerk, who waits for both; the other is in the queue."""
+    out = threading.Semaphore(0)
+    entered = threading.Event()
+
+    class Listener:
+        def entered(self, call: CudaCall) -> None:
+            entered.set()
+            for _ in range(2):
+                assert out.acquire(timeout=WATCHDOG)
+
+        def left(self, call: CudaCall) -> None: ...
+
+    def calls() -> None:
+        tell(ENTER, DRIVER, 17, engine=library())
+        out.release()
+
+    threads = [threading.Thread(target=calls) for _ in range(2)]
+
+    def ended_by_an_error() -> None:
+        with recorded() as recording:
+            recording.listener = Listener()
+            recordings.append(recording)
+            for thread in threads:
+                thread.start()
+            assert entered.wait(WATCHDOG)
+            raise KeyboardInterrupt
+
+    recordings: list[CallRecording] = []
+    with pytest.raises(KeyboardInterrupt):
+        ended_by_an_error()
+    for thread in threads:
+        thread.join()
+    assert recordings[0].failure is None
 
 
 class Refusing:
@@ -340,6 +568,8 @@ def test_without_cupti_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     def none(name: str, *_: object) -> ctypes.CDLL:
         raise OSError(name)
 
+    library()
+    monkeypatch.setattr(callbacks, "load", load)
     monkeypatch.setattr(ctypes, "CDLL", none)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     with pytest.raises(BackendUnavailableError, match="pip install nvidia-cuda-cupti"), callbacks.recorded(cast("Any", Places())):

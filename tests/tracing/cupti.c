@@ -1,9 +1,11 @@
 // A library with the functions of CUPTI that a trace calls, for machines without a GPU. It writes records as cupti_activity.h lays them
 // out, and tells of calls that a test makes through it, on the test's thread or on one that runs no Python.
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define OUT __attribute__((visibility("default")))
 
@@ -36,7 +38,7 @@ static uint64_t (*now)(void);
 static uint32_t correlation = 100;
 static uint8_t *buffer;
 static size_t used, room;
-static uint8_t wanted[3][8];
+static uint8_t wanted[3][4096];
 static const char *const NAMES[3][8] = {
     {0},
     {0, "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuMemAlloc_v2", "cuLaunchKernel", "cuMemAllocAsync", 0},
@@ -115,7 +117,7 @@ OUT int cuptiActivityGetNumDroppedRecords(void *context, uint32_t stream, size_t
 // What tests call. A call of a function, which copies: `way` is 1 to the device and 2 to the host, `memory` 1 pageable and 2 pinned.
 static void tell(int site, int domain, uint32_t function, uint32_t number, uint64_t *parameters) {
     uint64_t data = 0;
-    told what = {site, NAMES[domain][function], parameters, 0, 0, 0, 1, &data, number};
+    told what = {site, function < 8 ? NAMES[domain][function] : "cuSomething", parameters, 0, 0, 0, 1, &data, number};
     if (callback && wanted[domain][function]) callback(0, domain, function, &what);
 }
 OUT void standin_copy(int domain, int function, uint64_t target, uint64_t source, uint64_t nbytes, int way, int memory, int stream, int done) {
@@ -158,6 +160,21 @@ OUT void standin_call(int domain, int function) {
 OUT void standin_begin(int domain, int function) {
     uint64_t parameters[4] = {0};
     tell(0, domain, (uint32_t)function, correlation++, parameters);
+}
+// A thread that keeps the GIL, if it is called so, until another has come out of a call that it makes meanwhile; 0: that did not come.
+static atomic_int keeps, is_out;
+static void pause_for_a_millisecond(void) { nanosleep(&(struct timespec){0, 1000000}, 0); }
+OUT int standin_keep(int milliseconds) {
+    is_out = 0;
+    keeps = 1;
+    while (!is_out && milliseconds--) pause_for_a_millisecond();
+    keeps = 0;
+    return is_out;
+}
+OUT void standin_call_meanwhile(int domain, int function) {
+    while (!keeps) pause_for_a_millisecond();
+    standin_call(domain, function);
+    is_out = 1;
 }
 
 static void *copies(void *nothing) {

@@ -20,19 +20,6 @@
 
 enum { ENTER = 0, RUNTIME = 2, READY = 8, PAGE = 4096 };
 
-// CUpti_CallbackData of cupti_callbacks.h.
-typedef struct {
-    int site;
-    const char *function_name;
-    const void *parameters;
-    void *returned;
-    const char *symbol;
-    void *context;
-    uint32_t context_uid;
-    uint64_t *correlation_data;
-    uint32_t correlation;
-} callback_data;
-
 typedef struct full {
     struct full *next;
     uint8_t *buffer;
@@ -260,7 +247,7 @@ static int grown(void **list, size_t *room, size_t wanted, size_t nbytes) {
 
 void xe_activity_called(void *user, int domain, uint32_t function, const void *told) {
     (void)user;
-    const callback_data *data = told;
+    const xe_callback_data *data = told;
     if ((domain != 1 && domain != RUNTIME) || function >= XE_MOST_FUNCTIONS) return;
     uint8_t flag = flags[domain - 1][function];
     if (!(flag & XE_WANTED)) return;

@@ -31,6 +31,19 @@ typedef struct xe_python {
     int (*gc_enable)(void);      // PyGC_Enable
 } xe_python;
 
+// CUpti_CallbackData of cupti_callbacks.h.
+typedef struct {
+    int site;
+    const char *function_name;
+    const void *parameters;
+    void *returned;
+    const char *symbol;
+    void *context;
+    uint32_t context_uid;
+    uint64_t *correlation_data;
+    uint32_t correlation;
+} xe_callback_data;
+
 typedef struct xe_call {
     uint64_t start, end;  // Nanoseconds of CLOCK_MONOTONIC.
     uint64_t destination, source, nbytes;

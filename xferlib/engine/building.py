@@ -20,8 +20,8 @@ from pathlib import Path
 
 __all__ = ["HEADERS", "SOURCES", "ZIG", "build", "compiler", "library_name", "library_tag", "source_hash"]
 
-SOURCES = ("engine.c", "copying.c", "context.c", "activity.c")
-HEADERS = ("engine.h", "copying.h", "context.h", "activity.h")
+SOURCES = ("engine.c", "copying.c", "context.c", "activity.c", "callbacks.c")
+HEADERS = ("engine.h", "copying.h", "context.h", "activity.h", "callbacks.h")
 OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-s")
 ZIG = "ziglang>=0.13"
 """The package that is a compiler if the system has none."""

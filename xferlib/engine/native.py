@@ -20,6 +20,7 @@ __all__ = [
     "FINISHED",
     "H2D",
     "ISSUED",
+    "MOST_FUNCTIONS",
     "MOST_PIECES",
     "NOT_YET",
     "OK",
@@ -28,6 +29,7 @@ __all__ = [
     "UNKNOWN",
     "VERSION",
     "Call",
+    "Callback",
     "Calls",
     "EngineContext",
     "Figures",
@@ -35,6 +37,7 @@ __all__ = [
     "Frame",
     "Piece",
     "Python",
+    "Reads",
     "Request",
     "gil_library",
     "library",
@@ -46,6 +49,8 @@ STAGED, ISSUED, FINISHED = range(3)
 OK, NOT_YET, FAILED, UNKNOWN, STOPPED, BUSY = 1, 0, -1, -2, -4, -5
 MOST_PIECES = 256
 """`XE_MOST_PIECES`."""
+MOST_FUNCTIONS = 4096
+"""`XE_MOST_FUNCTIONS`."""
 
 VERSION = 5
 FOLDER = Path(__file__).parent
@@ -182,6 +187,30 @@ class Frame(ctypes.Structure):
     _fields_ = (("code", _P), ("at", _I32), ("reserved", _I32))
 
 
+class Reads(ctypes.Structure):
+    """`xe_reads`."""
+
+    _fields_ = (("known", ctypes.c_uint8), ("nbytes", ctypes.c_uint8), ("pointed", ctypes.c_uint8), ("batch", ctypes.c_uint8))
+
+
+class Callback(ctypes.Structure):
+    """`xe_callback`."""
+
+    _fields_ = (
+        ("next", _P),
+        ("recording", _U64),
+        ("thread", _U64),
+        ("function", ctypes.c_char_p),
+        ("context", _P),
+        ("domain", _U32),
+        ("number", _U32),
+        ("enters", _U32),
+        ("state", _U32),
+        ("parameters", _U64 * 10),
+        ("pointed", _U64 * 25),
+    )
+
+
 _SIGNATURES = {
     "xe_start": (_I, (_I,)),
     "xe_start_near": (_I, (_I, _I, ctypes.c_char_p, _N)),
@@ -222,6 +251,14 @@ _SIGNATURES = {
     "xe_activity_frames": (_P, (ctypes.POINTER(_N),)),
     "xe_activity_drop": (None, ()),
     "xe_activity_lost": (_U64, ()),
+    "xe_callbacks_start": (_I, (_U64, _P, _P, ctypes.POINTER(Reads))),
+    "xe_callbacks_stop": (None, (_U64,)),
+    "xe_callbacks_nest": (None, (_I,)),
+    "xe_callbacks_wait": (_I, (_U64,)),
+    "xe_callbacks_take": (ctypes.POINTER(Callback), (_U64,)),
+    "xe_callbacks_handled": (None, (ctypes.POINTER(Callback),)),
+    "xe_callbacks_missed": (_U64, (_U64,)),
+    "xe_callbacks_forgive": (None, (_U64,)),
 }
 
 

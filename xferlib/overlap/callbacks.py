@@ -1,33 +1,46 @@
 """Record the calls of CUDA that a process makes, as CUPTI reports them, with the line of Python that made each.
 
-CUPTI calls back when a function of the driver or of the runtime is entered and left, on the thread that makes the call. The call of
-the runtime and those that it makes in the driver count as one. A process can have only one subscriber. What a call was given is
-read by `parameters`.
+CUPTI calls back when a function of the driver or of the runtime is entered and left, on the thread that makes the call. A thread
+that has the GIL comes here itself. For others, which must not wait for it, the recording's clerk does: see `engine/callbacks.h`,
+where the call of the runtime and those that it makes in the driver become one. A process can have only one subscriber. What a call
+was given is read by `parameters`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from xferlib.callers import caller_of, frame_of
+from xferlib.engine.native import MOST_FUNCTIONS, Callback, Reads, gil_library, library
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap.calls import CopyDirection, CudaCall, Site
 from xferlib.overlap.libcuda import Driver
-from xferlib.overlap.parameters import FUNCTIONS, Function
-from xferlib.tracing.library import CALLBACK, ENTER, CuptiError, check, load
+from xferlib.overlap.parameters import FUNCTIONS, PER_THREAD
+from xferlib.tracing.library import CuptiError, check, load
 from xferlib.tracing.log import is_program
 
 __all__ = ["CallRecording", "Listener", "recorded", "site_of"]
 
+LATE = (
+    "calls of CUDA by threads that did not hold Python's GIL were not seen in time: another thread kept it for more than a second, "
+    "perhaps while it waited for one of these calls. Run it again"
+)
+PER_THREAD_UNSEEN = (
+    "a thread that did not hold Python's GIL worked on its own default stream, which no other thread can look at. Give it a stream"
+)
+
 
 class Listener(Protocol):
-    """Is told of each call, on the thread that makes it. What it calls of CUDA is not recorded."""
+    """Is told of each call, while the thread that makes it waits. Any thread, with the context of the call current.
+
+    What it calls of CUDA is not recorded.
+    """
 
     def entered(self, call: CudaCall) -> None: ...
 
@@ -55,63 +68,95 @@ class CallRecording:
         self.failure: BaseException | None = None
         self.open: dict[int, CudaCall] = {}
         self._driver = driver
-        self._ours: set[int] = set()
-        self._outer: dict[int, tuple[int, int]] = {}
+        self._engine = gil_library()
+        self._serial = next(_serials)
+        self._clerk = threading.Thread(target=self._serve, name="xferlib-overlap-calls", daemon=True)
+        self._unseen = False
         self._blocking: dict[int, bool] = {}
         self._number = 0
         # Calls of several threads are numbered one after the other. Reentrant: a finalizer may call CUDA inside.
         self._numbering = threading.RLock()
 
+    def start(self) -> None:
+        """Take calls from now on. A process takes those of one recording. `stop` must follow."""
+        if not self._engine.xe_callbacks_start(self._serial, ctypes.pythonapi.PyGILState_Check, _CALLED_BACK, _reads()):
+            raise RuntimeError("more would be read of parameters than the engine has room for")
+        self._clerk.start()
+
+    def stop(self) -> None:
+        """Take no more calls. No thread waits because of this recording any more."""
+        self._engine.xe_callbacks_stop(self._serial)
+
+    def join(self) -> None:
+        """Wait until the clerk has ended, after `stop`."""
+        if self._clerk.ident is not None:
+            self._clerk.join()
+
     @contextmanager
     def ours(self) -> Iterator[None]:
         """Do not record what the calling thread calls inside."""
-        thread = threading.get_ident()
-        if thread in self._ours:
-            yield
-            return
-        self._ours.add(thread)
+        self._engine.xe_callbacks_nest(1)
         try:
             yield
         finally:
-            self._ours.discard(thread)
+            self._engine.xe_callbacks_nest(-1)
 
-    def called(self, domain: int, number: int, data: Any) -> None:
-        """Take a callback of CUPTI."""
-        thread = threading.get_ident()
-        if thread in self._ours:
-            return
+    @property
+    def missed(self) -> str:
+        """Which calls were missed, and why, in words; "": none. If some were, what is recorded is not all."""
+        return LATE if self._engine.xe_callbacks_missed(self._serial) else PER_THREAD_UNSEEN if self._unseen else ""
+
+    def forgive(self) -> None:
+        """Forget what was missed. Nothing may be under way."""
+        # The ends of these calls may have been missed.
+        self.open.clear()
+        self._unseen = False
+        self._engine.xe_callbacks_forgive(self._serial)
+
+    def called(self, call: Callback) -> None:
+        """Take a call that is entered or left, on the thread that makes it or on behalf of that."""
         try:
-            with self.ours():
-                self._called(thread, domain, number, data)
+            if call.thread == threading.get_ident():
+                self._called(call)
+            else:
+                with self._driver.current(call.context):
+                    self._called(call)
         except BaseException as error:  # Nothing may be raised into C.
             self.failure = self.failure or error
 
-    def _called(self, thread: int, domain: int, number: int, data: Any) -> None:
-        if data.contents.site == ENTER:
-            if thread in self._outer:
-                # Made inside another call, which stands for both.
-                return
-            self._outer[thread] = (domain, number)
-            call = self._decoded(thread, FUNCTIONS[domain][number], data.contents)
-            if call is None:
-                return
-            self.open[thread] = call
-            with self._numbering:
-                self._number += 1
-                call.serial = self._number
-                # Before the call is in the list, so that whoever finds it there finds its stream held.
-                if self.listener is not None:
-                    self.listener.entered(call)
-                self.calls.append(call)
-        elif self._outer.get(thread) == (domain, number):
-            del self._outer[thread]
-            left = self.open.pop(thread, None)
+    def _serve(self) -> None:
+        """Take the calls of threads that do not hold the GIL, one after the other, until the recording ends."""
+        with self.ours():
+            while library().xe_callbacks_wait(self._serial):
+                # With the GIL from here on, so what is taken is handled.
+                taken = self._engine.xe_callbacks_take(self._serial)
+                if taken:
+                    self.called(taken.contents)
+                    self._engine.xe_callbacks_handled(taken)
+
+    def _called(self, told: Callback) -> None:
+        thread = told.thread
+        left = self.open.pop(thread, None)
+        if not told.enters:
             if left is not None and self.listener is not None:
                 self.listener.left(left)
+            return
+        call = self._decoded(told)
+        if call is None:
+            return
+        self.open[thread] = call
+        with self._numbering:
+            self._number += 1
+            call.serial = self._number
+            # Before the call is in the list, so that whoever finds it there finds its stream held.
+            if self.listener is not None:
+                self.listener.entered(call)
+            self.calls.append(call)
 
-    def _decoded(self, thread: int, function: Function, data: Any) -> CudaCall | None:
-        at = data.parameters
-        site = site_of(sys._getframe(2))
+    def _decoded(self, told: Callback) -> CudaCall | None:
+        thread, function = told.thread, FUNCTIONS[told.domain][told.number]
+        at = ctypes.addressof(told) + Callback.parameters.offset
+        site = site_of(frame_of(thread))
         near = None
         if site is None and thread != self.loop:
             near = site_of(frame_of(self.loop))
@@ -120,12 +165,16 @@ class CallRecording:
             step=self.step,
             in_loop=thread == self.loop,
             kind=function.kind,
-            function=(data.function or b"?").decode(),
+            function=(told.function or b"?").decode(),
             site=site,
             near=near,
         )
         call.event = function.event_of(at)
         call.stream = function.stream_of(at)
+        if call.stream == PER_THREAD and thread != threading.get_ident():
+            # Here the handle means another stream.
+            self._unseen = True
+            return None
         if call.stream is not None:
             # First: to ask anything else of a stream that is being captured ends the capture by an error.
             if self._driver.is_capturing(call.stream):
@@ -155,6 +204,7 @@ class CallRecording:
 
 
 _recording: CallRecording | None = None
+_serials = itertools.count(1)
 
 
 @contextmanager
@@ -166,10 +216,11 @@ def recorded(driver: Driver) -> Iterator[CallRecording]:
     try:
         try:
             cupti = load()
-            check(cupti, "cuptiSubscribe", ctypes.byref(subscriber), _CALLED_BACK, None)
+            check(cupti, "cuptiSubscribe", ctypes.byref(subscriber), library().xe_callbacks_called, None)
         except CuptiError as error:
             raise BackendUnavailableError(f"assert_overlaps sees the calls of a loop through CUPTI: {error}") from None
         _recording = recording
+        recording.start()
         for domain, table in FUNCTIONS.items():
             for number in table:
                 # A function that this version does not have is not called either.
@@ -178,9 +229,12 @@ def recorded(driver: Driver) -> Iterator[CallRecording]:
     finally:
         if _recording is recording:
             _recording = None
+        # First: CUPTI may wait for threads that are in a callback.
+        recording.stop()
         # Also where an interrupt came as soon as there was one.
         if subscriber.value is not None:
             cupti.cuptiUnsubscribe(subscriber)
+        recording.join()
 
 
 def site_of(frame: FrameType | None) -> Site | None:
@@ -193,11 +247,20 @@ def site_of(frame: FrameType | None) -> Site | None:
     return None
 
 
-def _called_back(_: int | None, domain: int, number: int, data: Any) -> None:
+def _reads() -> ctypes.Array[Reads]:
+    """Return what is read of the parameters of each function."""
+    table = (Reads * (2 * MOST_FUNCTIONS))()
+    for domain, functions in FUNCTIONS.items():
+        for number, function in functions.items():
+            table[(domain - 1) * MOST_FUNCTIONS + number] = Reads(1, *function.nbytes_read, function.batch)
+    return table
+
+
+def _called_back(call: ctypes._Pointer[Callback]) -> None:
     # Never freed: a thread may still be on its way here when the recording has ended.
     recording = _recording
     if recording is not None:
-        recording.called(domain, number, data)
+        recording.called(call.contents)
 
 
-_CALLED_BACK = CALLBACK(_called_back)
+_CALLED_BACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Callback))(_called_back)

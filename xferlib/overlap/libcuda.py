@@ -73,9 +73,9 @@ class Driver:
             self._gates = self._device_address()
 
     @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the device's context the calling thread's inside."""
-        self._call("cuCtxPushCurrent_v2", self._context)
+    def current(self, context: int | None = None) -> Iterator[None]:
+        """Make a context the calling thread's inside; None: the device's."""
+        self._call("cuCtxPushCurrent_v2", self._context if context is None else ctypes.c_void_p(context))
         try:
             yield
         finally:

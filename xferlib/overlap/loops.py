@@ -164,6 +164,8 @@ class _Watch:
             self._loop.run_step()
         # The first wait for a gate loads what it needs.
         self._rest()
+        # What nobody looks at may be missed: libraries that are loaded keep the GIL for long.
+        self._recording.forgive()
         self._first = len(self._recording.calls)
         self._recording.step = 0
 
@@ -279,6 +281,7 @@ class _Watch:
         gate.give_back()
         if error is not None:
             raise error
+        self._check()
 
     def _timeout(self) -> float:
         return max(STUCK_SECONDS, 4 * self._slowest)
@@ -290,6 +293,8 @@ class _Watch:
         if failure is not None:
             # An interrupt that came while a call was recorded.
             raise failure
+        if self._recording.missed:
+            raise UndecidedError(f"it cannot be told whether the loop overlaps:\n- {self._recording.missed}")
 
     def _rest(self) -> None:
         """Wait until the device has nothing to do, and threads that run ahead of the loop have nothing to do either."""

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from xferlib.overlap.calls import LEGACY, CallKind
 from xferlib.tracing.library import DRIVER, RUNTIME
 
-__all__ = ["FUNCTIONS", "Function"]
+__all__ = ["FUNCTIONS", "PER_THREAD", "Function"]
 
 PER_THREAD = 2
 """The handle of the calling thread's default stream."""
@@ -69,6 +69,14 @@ class Function(NamedTuple):
     box: _Box | None = None
     """The first parameter points to a structure that describes the copy."""
     per_thread: bool = False
+
+    @property
+    def nbytes_read(self) -> tuple[int, int]:
+        """How many bytes are read of the parameters, and of what the first of them points to, if that is one structure."""
+        places = [self.stream, self.event, self.target, self.source, self.nbytes, self.rows]
+        places += [24] if self.batch else [0] if self.by_config or self.box else []
+        pointed = 40 if self.by_config else 0 if self.box is None else max(self.box.size) + 8
+        return max([place + 8 for place in places if place is not None], default=0), pointed
 
     def event_of(self, at: int) -> int | None:
         """Return the handle of the event that a call names."""

@@ -15,7 +15,7 @@ from functools import cache
 from types import CodeType
 from typing import Any, Final, Literal, final
 
-from xferlib.engine.native import Call, Frame, Python, library
+from xferlib.engine.native import MOST_FUNCTIONS, Call, Frame, Python, library
 from xferlib.tracing.events import HOST, Event
 from xferlib.tracing.library import DRIVER, RUNTIME, CuptiError, check, load
 from xferlib.tracing.log import Log, shown
@@ -42,8 +42,6 @@ BUFFER_NBYTES: Final = 1 << 20
 MOST_BUFFERS: Final = 1024
 """A gigabyte: some five million kernels."""
 MOST_CALLS: Final = 2_000_000
-MOST_FUNCTIONS: Final = 4096
-"""`XE_MOST_FUNCTIONS`."""
 WANTED, COPIES = 1, 2
 FORCED = 1
 ZEROED_BUFFERS = 5
