@@ -19,6 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "callbacks.h"
 #include "context.h"
 #include "engine.h"
 
@@ -3110,6 +3111,165 @@ static void asks_in_whatever_mode_it_gets(void) {
     }
 }
 
+// Callbacks of CUPTI. No thread here has Python's lock.
+
+enum { RUNTIME_COPY = 41, DRIVER_COPY = 277, LAUNCH = 652, BATCH = 796, CALLERS = 8, ROUNDS = 200 };
+static xe_reads callback_reads[2 * XE_MOST_FUNCTIONS];
+static atomic_int callbacks_handled;
+
+static int has_no_lock(void) { return 0; }
+static int has_lock(void) { return 1; }
+
+static void count_callback(const xe_callback *call) {
+    (void)call;
+    atomic_fetch_add(&callbacks_handled, 1);
+}
+
+static void start_callbacks(uint64_t recording, int64_t longest, int (*holds_gil)(void)) {
+    callback_reads[DRIVER_COPY] = (xe_reads){1, 32, 0, 0};
+    callback_reads[LAUNCH] = (xe_reads){1, 8, 40, 0};
+    callback_reads[BATCH] = (xe_reads){1, 64, 0, 1};
+    callback_reads[XE_MOST_FUNCTIONS + RUNTIME_COPY] = (xe_reads){1, 40, 0, 0};
+    CHECK(xe_callbacks_start(recording, longest, holds_gil, count_callback, callback_reads));
+}
+
+static void tell_of(int site, int domain, uint32_t number, const void *parameters) {
+    xe_callback_data data = {.site = site, .function_name = "cuSomething", .parameters = parameters};
+    xe_callbacks_called(NULL, domain, number, &data);
+}
+
+static void *handle_callbacks(void *recording) {
+    while (xe_callbacks_wait(*(uint64_t *)recording)) {
+        xe_callback *call = xe_callbacks_take(*(uint64_t *)recording);
+        if (call == NULL) continue;
+        // What the thread will look at when it goes on.
+        if (call->enters) *(int *)(uintptr_t)call->parameters[0] += 1;
+        count_callback(call);
+        xe_callbacks_handled(call);
+    }
+    return NULL;
+}
+
+static void *call_cuda(void *unused) {
+    for (int round = 0; round < ROUNDS; round++) {
+        int seen = 0;
+        uint64_t runtime[5] = {(uintptr_t)&seen}, words[4] = {0};
+        tell_of(0, 2, RUNTIME_COPY, runtime);
+        CHECK(seen == 1);
+        tell_of(0, 1, DRIVER_COPY, words);
+        tell_of(1, 1, DRIVER_COPY, words);
+        tell_of(1, 2, RUNTIME_COPY, runtime);
+    }
+    return unused;
+}
+
+static void hands_its_callbacks_over(void) {
+    uint64_t recording = 1;
+    start_callbacks(recording, PATIENCE, has_no_lock);
+    pthread_t clerk, callers[CALLERS];
+    CHECK(pthread_create(&clerk, NULL, handle_callbacks, &recording) == 0);
+    for (int n = 0; n < CALLERS; n++) CHECK(pthread_create(&callers[n], NULL, call_cuda, NULL) == 0);
+    for (int n = 0; n < CALLERS; n++) pthread_join(callers[n], NULL);
+    CHECK(callbacks_handled == 2 * CALLERS * ROUNDS && xe_callbacks_missed(recording) == 0);
+    xe_callbacks_stop(recording);
+    pthread_join(clerk, NULL);
+    // Whoever has the lock needs no clerk. What it calls meanwhile, or says to be ours, is nobody's.
+    callbacks_handled = 0;
+    start_callbacks(2, PATIENCE, has_lock);
+    uint64_t words[4] = {0};
+    for (int ours = 1; ours >= 0; ours--) {
+        if (ours) xe_callbacks_nest(1);
+        tell_of(0, 1, DRIVER_COPY, words), tell_of(1, 1, DRIVER_COPY, words);
+        if (ours) xe_callbacks_nest(-1);
+    }
+    CHECK(callbacks_handled == 2);
+    // The end of a call whose beginning nobody saw, and a call in the middle of which a recording ends.
+    tell_of(1, 1, DRIVER_COPY, words), tell_of(0, 1, DRIVER_COPY, words);
+    CHECK(callbacks_handled == 3);
+    xe_callbacks_stop(2);
+    tell_of(0, 1, DRIVER_COPY, words);
+    start_callbacks(3, PATIENCE, has_lock);
+    tell_of(0, 1, DRIVER_COPY, words);
+    CHECK(callbacks_handled == 4);
+    xe_callbacks_stop(2);
+    tell_of(1, 1, DRIVER_COPY, words);
+    CHECK(callbacks_handled == 5);
+    callback_reads[1].nbytes = XE_PARAMETERS + 1;
+    CHECK(!xe_callbacks_start(4, PATIENCE, has_lock, count_callback, callback_reads));
+}
+
+static void *make_one_call(void *number) {
+    uint64_t config[5] = {0, 0, 0, 0, 7}, launch[1] = {(uintptr_t)config};
+    uint64_t targets[2] = {10, 11}, sources[2] = {20, 21}, sizes[2] = {4, 5};
+    uint64_t batch[8] = {(uintptr_t)targets, (uintptr_t)sources, (uintptr_t)sizes, 2, 0, 0, 0, 7};
+    uint32_t which = *(uint32_t *)number;
+    tell_of(0, 1, which, which == BATCH ? batch : launch);
+    return NULL;
+}
+
+static xe_callback *taken_callback(uint64_t recording) {
+    CHECK(xe_callbacks_wait(recording));
+    xe_callback *call = xe_callbacks_take(recording);
+    CHECK(call != NULL);
+    return call;
+}
+
+static uint64_t word_at(uint64_t address) { return *(const uint64_t *)(uintptr_t)address; }
+
+// The clerk has a call of each kind when its thread goes on, and ends: what it has is its own.
+static void leaves_callbacks_that_come_late(void) {
+    start_callbacks(1, 20000, has_no_lock);
+    for (int round = 0; round < 2; round++) {
+        uint32_t number = round ? BATCH : LAUNCH;
+        pthread_t caller;
+        CHECK(pthread_create(&caller, NULL, make_one_call, &number) == 0);
+        xe_callback *call = taken_callback(1);
+        pthread_join(caller, NULL);
+        CHECK(xe_callbacks_missed(1) == 1);
+        if (round) {
+            CHECK(word_at(call->parameters[0]) == 10 && word_at(call->parameters[1]) == 20 && word_at(call->parameters[2]) == 9);
+            CHECK(call->parameters[3] == 1 && call->parameters[7] == 7);
+        } else {
+            CHECK(word_at(call->parameters[0] + 32) == 7);
+        }
+        xe_callbacks_forgive(1);
+        // What was made of it comes too late, even for whoever has forgiven that.
+        xe_callbacks_handled(call);
+        CHECK(xe_callbacks_missed(1) == 1);
+        xe_callbacks_forgive(1);
+    }
+    // One that nobody takes is gone; from then on nobody waits.
+    uint64_t words[4] = {0};
+    tell_of(0, 1, DRIVER_COPY, words), tell_of(1, 1, DRIVER_COPY, words);
+    tell_of(0, 1, DRIVER_COPY, words), tell_of(1, 1, DRIVER_COPY, words);
+    CHECK(xe_callbacks_missed(1) == 2 && xe_callbacks_take(1) == NULL);
+    xe_callbacks_stop(1);
+    CHECK(xe_callbacks_missed(1) == 0 && !xe_callbacks_wait(1));
+}
+
+static void ends_with_callbacks_under_way(void) {
+    start_callbacks(1, (int64_t)3600 * SECOND, has_no_lock);
+    pthread_t callers[3];
+    uint32_t number = LAUNCH;
+    for (int n = 0; n < 3; n++) CHECK(pthread_create(&callers[n], NULL, make_one_call, &number) == 0);
+    xe_callback *call = taken_callback(1);
+    xe_callbacks_stop(1);
+    for (int n = 0; n < 3; n++) pthread_join(callers[n], NULL);
+    start_callbacks(2, PATIENCE, has_no_lock);
+    xe_callbacks_handled(call);
+    CHECK(xe_callbacks_take(2) == NULL && xe_callbacks_missed(2) == 0);
+    // A forked child has no recording.
+    pid_t child = fork();
+    if (child == 0) {
+        uint64_t words[4] = {0};
+        tell_of(0, 1, DRIVER_COPY, words);
+        _exit(xe_callbacks_wait(2));
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    xe_callbacks_stop(2);
+}
+
 #define TEST(name) {#name, name}
 static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(moves_by_one_thread), TEST(moves_by_four_threads), TEST(moves_slowly), TEST(moves_by_whoever_waits),
@@ -3134,6 +3294,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
     TEST(reads_a_file), TEST(reads_a_file_bit_by_bit), TEST(closes_no_file_that_is_read), TEST(reads_no_more_than_a_file_has), TEST(survives_a_file_that_is_cut_off), TEST(works_for_others_after_a_file_was_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
     TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
+    TEST(hands_its_callbacks_over), TEST(leaves_callbacks_that_come_late), TEST(ends_with_callbacks_under_way),
 };
 
 int main(int argc, char **argv) {

@@ -490,8 +490,9 @@ def test_what_a_callback_raises_is_kept_and_the_call_goes_on() -> None:
             assert recording.missed == ""
 
 
-def test_the_end_of_a_recording_lets_all_who_wait_go_on() -> None:
+def test_the_end_of_a_recording_lets_all_who_wait_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them is with the clerk, who waits for both; the other is in the queue."""
+    monkeypatch.setattr(callbacks, "LONGEST_SECONDS", 3600)
     out = threading.Semaphore(0)
     entered = threading.Event()
 

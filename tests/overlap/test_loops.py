@@ -12,6 +12,7 @@ import xferlib
 from tests.overlap.played import COMPUTE, COPIES, Played
 from xferlib.gates import gate_table
 from xferlib.overlap import loops
+from xferlib.overlap.callbacks import CallRecording
 from xferlib.overlap.libcuda import DriverError
 
 
@@ -228,6 +229,63 @@ def test_a_source_that_is_slow_once_is_no_finding(device: Played) -> None:
         device.wait_event(20 + (n + 1) % 2, COPIES)
         device.copy("h2d", address=(n + 1) % 2)
         device.record_event(10 + (n + 1) % 2, COPIES)
+
+    xferlib.assert_overlaps(step)
+
+
+class Missed:
+    """Calls that were not seen, as a recording tells of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.words = ""
+        monkeypatch.setattr(CallRecording, "missed", property(lambda _: self.words))
+        monkeypatch.setattr(CallRecording, "forgive", lambda _: self.forgive())
+
+    def forgive(self) -> None:
+        self.words = ""
+
+
+@pytest.mark.parametrize("at", [4, 7, 10, 15], ids=["baseline", "rehearsal", "compute held", "copies held"])
+@pytest.mark.parametrize("stream", [COPIES, COMPUTE], ids=["overlaps", "does not"])
+def test_a_call_that_was_missed_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch, at: int, stream: int) -> None:
+    missed, steps = Missed(monkeypatch), itertools.count(1)
+
+    def step() -> None:
+        number = next(steps)
+        assert number <= at, "a step was run for nothing"
+        if number == at:
+            missed.words = "calls were not seen"
+        device.copy("h2d", stream)
+        device.launch()
+
+    with pytest.raises(xferlib.UndecidedError, match="cannot be told whether the loop overlaps:\n- calls were not seen"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_call_that_was_missed_after_the_last_step_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed, steps, loop = Missed(monkeypatch), itertools.count(1), overlapping(device)
+    synchronize = device.synchronize
+
+    def step() -> None:
+        loop()
+        if next(steps) == 15:
+            monkeypatch.setattr(device, "synchronize", miss)
+
+    def miss() -> None:
+        synchronize()
+        missed.words = "calls were not seen"
+
+    with pytest.raises(xferlib.UndecidedError, match="calls were not seen"):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_call_that_was_missed_in_the_warm_up_does_not_matter(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed, steps, loop = Missed(monkeypatch), itertools.count(1), overlapping(device)
+
+    def step() -> None:
+        loop()
+        if next(steps) == 3:
+            missed.words = "calls were not seen"
 
     xferlib.assert_overlaps(step)
 

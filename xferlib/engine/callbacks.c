@@ -19,6 +19,7 @@ static pthread_cond_t queued, handled;
 static xe_callback *oldest, **newest = &oldest;
 static atomic_uint_least64_t running;  // The recording; 0: none.
 static uint64_t missed;
+static int64_t longest;
 static int (*holds_gil)(void);
 static void (*python)(const xe_callback *);
 static xe_reads reads[2][XE_MOST_FUNCTIONS];
@@ -57,13 +58,14 @@ static void begin_once(void) {
     pthread_atfork(lock, unlock, forget);
 }
 
-int xe_callbacks_start(uint64_t recording, int (*check)(void), void (*with)(const xe_callback *), const xe_reads *wanted) {
+int xe_callbacks_start(uint64_t recording, int64_t microseconds, int (*check)(void), void (*with)(const xe_callback *),
+                       const xe_reads *wanted) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, begin_once);
     for (size_t at = 0; at < 2 * XE_MOST_FUNCTIONS; at++)
         if (wanted[at].nbytes > XE_PARAMETERS || wanted[at].pointed > XE_POINTED || (wanted[at].batch && wanted[at].nbytes < 32)) return 0;
     lock();
-    holds_gil = check, python = with, missed = 0;
+    longest = microseconds, holds_gil = check, python = with, missed = 0;
     memcpy(reads, wanted, sizeof reads);
     atomic_store(&running, recording);
     unlock();
@@ -108,7 +110,6 @@ static void unlink_call(xe_callback *call) {
 static int hand_over(xe_callback *call) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += XE_LONGEST_SECONDS;
     lock();
     if (atomic_load(&running) != call->recording || missed) {
         missed += atomic_load(&running) == call->recording;
@@ -116,6 +117,8 @@ static int hand_over(xe_callback *call) {
         free(call);
         return 0;
     }
+    int64_t nanoseconds = until.tv_nsec + longest * 1000;
+    until.tv_sec += nanoseconds / 1000000000, until.tv_nsec = nanoseconds % 1000000000;
     *newest = call, newest = &call->next;
     pthread_cond_signal(&queued);
     int late = 0;

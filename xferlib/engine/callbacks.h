@@ -11,9 +11,8 @@
 #include "activity.h"
 
 enum {
-    XE_PARAMETERS = 80,      // Most bytes that are read of a call's parameters,
-    XE_POINTED = 200,        // and of what the first of them points to.
-    XE_LONGEST_SECONDS = 1,  // That a call waits for the clerk.
+    XE_PARAMETERS = 80,  // Most bytes that are read of a call's parameters,
+    XE_POINTED = 200,    // and of what the first of them points to.
 };
 
 // What is read of the parameters of a function.
@@ -40,10 +39,11 @@ typedef struct xe_callback {
 
 #pragma GCC visibility push(default)
 
-// Begin a recording, by a number other than 0 that none had before. `holds_gil`: PyGILState_Check. `python` is called with the GIL, on
-// the thread that calls CUDA. `reads`: XE_MOST_FUNCTIONS of each of domains 1 and 2. 0: refused, since more would be read than there is
-// room for.
-int xe_callbacks_start(uint64_t recording, int (*holds_gil)(void), void (*python)(const xe_callback *), const xe_reads *reads);
+// Begin a recording, by a number other than 0 that none had before. A call waits for the clerk at most `longest` microseconds.
+// `holds_gil`: PyGILState_Check. `python` is called with the GIL, on the thread that calls CUDA. `reads`: XE_MOST_FUNCTIONS of each of
+// domains 1 and 2. 0: refused, since more would be read than there is room for.
+int xe_callbacks_start(uint64_t recording, int64_t longest, int (*holds_gil)(void), void (*python)(const xe_callback *),
+                       const xe_reads *reads);
 // End it, if it is the one that runs: whoever waits goes on at once. Nobody calls CUDA any later because of it.
 void xe_callbacks_stop(uint64_t recording);
 

@@ -251,7 +251,7 @@ _SIGNATURES = {
     "xe_activity_frames": (_P, (ctypes.POINTER(_N),)),
     "xe_activity_drop": (None, ()),
     "xe_activity_lost": (_U64, ()),
-    "xe_callbacks_start": (_I, (_U64, _P, _P, ctypes.POINTER(Reads))),
+    "xe_callbacks_start": (_I, (_U64, _I64, _P, _P, ctypes.POINTER(Reads))),
     "xe_callbacks_stop": (None, (_U64,)),
     "xe_callbacks_nest": (None, (_I,)),
     "xe_callbacks_wait": (_I, (_U64,)),

@@ -27,6 +27,8 @@ from xferlib.tracing.log import is_program
 
 __all__ = ["CallRecording", "Listener", "recorded", "site_of"]
 
+LONGEST_SECONDS = 1.0
+"""That a call waits for the clerk."""
 LATE = (
     "calls of CUDA by threads that did not hold Python's GIL were not seen in time: another thread kept it for more than a second, "
     "perhaps while it waited for one of these calls. Run it again"
@@ -79,7 +81,8 @@ class CallRecording:
 
     def start(self) -> None:
         """Take calls from now on. A process takes those of one recording. `stop` must follow."""
-        if not self._engine.xe_callbacks_start(self._serial, ctypes.pythonapi.PyGILState_Check, _CALLED_BACK, _reads()):
+        longest, check = int(LONGEST_SECONDS * 1e6), ctypes.pythonapi.PyGILState_Check
+        if not self._engine.xe_callbacks_start(self._serial, longest, check, _CALLED_BACK, _reads()):
             raise RuntimeError("more would be read of parameters than the engine has room for")
         self._clerk.start()
 
