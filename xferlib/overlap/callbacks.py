@@ -110,7 +110,7 @@ class CallRecording:
         return LATE if self._engine.xe_callbacks_missed(self._serial) else PER_THREAD_UNSEEN if self._unseen else ""
 
     def forgive(self) -> None:
-        """Forget what was missed. Nothing may be under way."""
+        """Forget what was missed. Calls that are under way end unseen."""
         # The ends of these calls may have been missed.
         self.open.clear()
         self._unseen = False

@@ -162,10 +162,10 @@ class _Watch:
     def warm_up(self, count: int) -> None:
         for _ in range(count):
             self._loop.run_step()
-        # The first wait for a gate loads what it needs.
-        self._rest()
         # What nobody looks at may be missed: libraries that are loaded keep the GIL for long.
         self._recording.forgive()
+        # The first wait for a gate loads what it needs.
+        self._rest()
         self._first = len(self._recording.calls)
         self._recording.step = 0
 

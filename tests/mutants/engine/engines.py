@@ -46,6 +46,8 @@ static bool stays_awake(bool (*more)(unsigned), unsigned seen, int64_t microseco
 """Mutants of it do as where there are cores to spare, whatever this machine has."""
 
 CONTEXT = "context.c"
+CALLBACKS = "callbacks.c"
+HANDED, LATE, ENDED = "hands_its_callbacks_over", "leaves_callbacks_that_come_late", "ends_with_callbacks_under_way"
 IN_PLACE, NOT_THERE = "calls_in_its_context", "calls_nothing_where_it_cannot_go"
 
 MUTANTS = (
@@ -1078,5 +1080,82 @@ MUTANTS = (
         "    status = in->copy_h2d",
         NOT_THERE,
         file=CONTEXT,
+    ),
+    Mutant(
+        "a call goes on before the clerk has seen it",
+        "    while (call->state != HANDLED && ",
+        "    while (call->state == QUEUED && ",
+        HANDED,
+        "threads",
+        file=CALLBACKS,
+    ),
+    Mutant("calls inside a call are told of", "if (depth++ == 0) is_told", "if (depth++ >= 0) is_told", HANDED, file=CALLBACKS),
+    Mutant("the end of a call inside is the end of the call", "if (depth == 1 && is_told)", "if (is_told)", HANDED, file=CALLBACKS),
+    Mutant(
+        "a recording that ended inside a call spoils the next",
+        "of_recording = recording, depth = 0;",
+        "of_recording = recording;",
+        HANDED,
+        file=CALLBACKS,
+    ),
+    Mutant("the end of a call that nobody saw begin counts", "if (depth > 0) depth--;", "depth--;", HANDED, file=CALLBACKS),
+    Mutant(
+        "the end of a recording ends another",
+        "    if (atomic_load(&running) == recording) {\n        atomic_store(&running, 0);",
+        "    if (recording) {\n        atomic_store(&running, 0);",
+        HANDED,
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "the clerk's call is freed by its caller", "if (!is_clerks) free(call);", "free(call);", LATE, "addresses", file=CALLBACKS
+    ),
+    Mutant("a call that was left is freed by nobody", "    if (is_left) free(call);\n", "", LATE, "addresses", file=CALLBACKS),
+    Mutant(
+        "a call that went on stays in the queue",
+        "    if (call->state == QUEUED) unlink_call(call);\n",
+        "",
+        LATE,
+        "addresses",
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "what is pointed to is the caller's",
+        "        words[0] = (uintptr_t)call->pointed;\n",
+        "",
+        LATE,
+        "addresses",
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "a batch is the caller's",
+        "words[at] = (uintptr_t)&call->pointed[at];",
+        "(void)at;",
+        LATE,
+        "addresses",
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "a call that comes too late is not missed again",
+        "    missed += is_left && atomic_load(&running) == call->recording;\n",
+        "",
+        LATE,
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "the end of a call is told though its beginning was missed", "depth == 1 && is_told", "depth == 1", LATE, file=CALLBACKS
+    ),
+    Mutant(
+        "nobody is told that the recording ends",
+        "        pthread_cond_broadcast(&queued), pthread_cond_broadcast(&handled);\n",
+        "",
+        ENDED,
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "a forked child records",
+        "    atomic_store(&running, 0);\n    oldest = NULL",
+        "    oldest = NULL",
+        ENDED,
+        file=CALLBACKS,
     ),
 )
