@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.core.fakes import WATCHDOG
+from tests.core.fakes import WATCHDOG, on_thread
 from xferlib.engine.native import gil_library, library
 from xferlib.errors import BackendUnavailableError
 from xferlib.overlap import callbacks
@@ -414,6 +415,58 @@ def test_a_thread_may_keep_the_gil_until_another_has_come_out_of_its_call(
         assert (recording.missed, recording.open) == ("", {})
         tell(ENTER, DRIVER, 17, engine=library())
         assert (len(recording.calls), recording.missed, recording.failure) == (2, "", None)
+
+
+def test_an_event_is_recorded_while_another_thread_keeps_the_gil_and_takes_its_place_later(
+    built_cupti: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its order matters, so its thread need not wait for as long as others do, and nothing is missed."""
+    cupti = ctypes.CDLL(str(built_cupti))
+    monkeypatch.setattr(callbacks, "load", lambda: cupti)
+    taken = threading.Event()
+    clerk = CallRecording.called
+
+    def late(recording: CallRecording, call: Any) -> None:
+        # Behind what the thread with the GIL does next.
+        if call.thread != threading.get_ident():
+            taken.wait()
+        clerk(recording, call)
+
+    monkeypatch.setattr(CallRecording, "called", late)
+    with recorded() as recording:
+        caller = threading.Thread(target=cupti.standin_call_meanwhile, args=(DRIVER, 119))
+        caller.start()
+        assert ctypes.PyDLL(str(built_cupti)).standin_keep(20_000), "the call waited for the GIL"
+        tell(ENTER, DRIVER, 17)
+        tell(EXIT, DRIVER, 17)
+        taken.set()
+        caller.join()
+        until = time.monotonic() + 20
+        while len(recording.calls) < 2 and time.monotonic() < until:
+            time.sleep(0.001)
+        assert [(call.kind, call.serial) for call in recording.calls] == [("record", 1), ("sync device", 2)]
+        assert (recording.calls[0].site, recording.open, recording.failure, recording.missed) == (None, {}, None, "")
+
+
+def test_calls_that_nobody_took_are_given_up_with_their_recording(built_cupti: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupti = ctypes.CDLL(str(built_cupti))
+    busy, free = threading.Event(), threading.Event()
+
+    def never(recording: CallRecording, call: Any) -> None:
+        busy.set()
+        free.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(callbacks, "load", lambda: cupti)
+        patched.setattr(CallRecording, "called", never)
+        patched.setattr(CallRecording, "join", lambda _: free.set())
+        with recorded() as recording:
+            for _ in range(3):
+                # Each goes on, the first while the clerk has it.
+                on_thread(lambda: cupti.standin_call(DRIVER, 119)).result(20)
+            assert busy.is_set()
+    recording.join()
+    assert seen(DRIVER, 17).serial == 1
 
 
 def test_a_call_goes_on_when_the_listener_has_been_told() -> None:

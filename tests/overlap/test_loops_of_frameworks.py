@@ -11,7 +11,9 @@ import inspect
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +23,13 @@ import xferlib
 
 NBYTES = 8 << 20
 SIDE = 1024
+WARMUP = 8
+"""Steps. On JAX our own pool takes its first blocks of a size by copies, which would make one step unlike the next."""
+MOST_TRIES = 3
 HERE = os.path.basename(__file__)
+
+_open = ExitStack()
+"""What the loop of this test has opened."""
 
 Step: TypeAlias = Callable[[], object]
 Loop: TypeAlias = Callable[[Any], Step]
@@ -31,7 +39,10 @@ def needs(framework: str) -> Any:
     """Return the framework, and skip where it has no GPU. Where it is required, that fails."""
     required = os.environ.get("XFERLIB_REQUIRE", "").split(",")
     try:
-        found = importlib.import_module("numba.cuda" if framework == "numba" else framework)
+        with warnings.catch_warnings():
+            # NumPy's, of what Numba does as it is imported.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            found = importlib.import_module("numba.cuda" if framework == "numba" else framework)
         there = {
             "cupy": lambda: found.cuda.runtime.getDeviceCount() > 0,
             "numba": lambda: found.is_available(),
@@ -45,6 +56,20 @@ def needs(framework: str) -> Any:
     if not there:
         (pytest.fail if framework in required else pytest.skip)(f"{framework} cannot run a loop here: {why}")
     return found
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    with _open:
+        yield
+
+
+def opened(backend: str) -> Any:
+    return _open.enter_context(xferlib.stager(backend))
+
+
+def kept(thing: Any) -> Any:
+    return _open.enter_context(thing)
 
 
 # CuPy.
@@ -117,9 +142,10 @@ def cupy_results_on_their_own_stream(cupy: Any) -> Step:
 
 
 def cupy_put_ahead(cupy: Any) -> Step:
-    stager = xferlib.stager("cupy")
+    stager = opened("cupy")
     source = stager.empty_pinned(NBYTES // 4, np.float32)
     source[:] = 1
+    stager.idle()
     compute = cupy.cuda.Stream(non_blocking=True)
     batch = [stager.put(source)]
 
@@ -183,9 +209,12 @@ def cupy_reads_a_number(cupy: Any) -> Step:
     slots = CupySlots(cupy)
 
     def step() -> None:
-        slots.step(slots.source, slots.copies)
+        now, following = slots.turn()
+        slots.compute.wait_event(slots.there[now])
+        slots.work(now, slots.compute)
         with slots.compute:
-            float(slots.out[0][0])  # fault
+            float(slots.out[now][0])  # fault
+        slots.copy(following, slots.source, slots.copies)
 
     return step
 
@@ -194,8 +223,8 @@ def cupy_allocates(cupy: Any) -> Step:
     slots = CupySlots(cupy)
 
     def step() -> None:
-        slots.step(slots.source, slots.copies)
         cupy.cuda.runtime.free(cupy.cuda.runtime.malloc(NBYTES))  # fault
+        slots.step(slots.source, slots.copies)
 
     return step
 
@@ -245,9 +274,10 @@ def numba_two_slots(cuda: Any) -> Step:
 
 
 def numba_put_ahead(cuda: Any) -> Step:
-    slots, stager = NumbaSlots(cuda), xferlib.stager("numba")
+    slots, stager = NumbaSlots(cuda), opened("numba")
     source = stager.empty_pinned(NBYTES // 4, np.float32)
     source[:] = 1
+    stager.idle()
     batch = [stager.put(source)]
 
     def step() -> None:
@@ -259,9 +289,9 @@ def numba_put_ahead(cuda: Any) -> Step:
 
 
 def numba_prefetch(cuda: Any) -> Step:
-    slots, stager = NumbaSlots(cuda), xferlib.stager("numba")
+    slots, stager = NumbaSlots(cuda), opened("numba")
     sources = [np.ones(NBYTES // 4, np.float32) for _ in range(3)]
-    loop = xferlib.prefetch(itertools.cycle(sources), stager, rewrites=False, stream=slots.compute)
+    loop = kept(xferlib.prefetch(itertools.cycle(sources), stager, rewrites=False, stream=slots.compute))
     return lambda: slots.work(next(loop))
 
 
@@ -270,22 +300,20 @@ def numba_same_stream(cuda: Any) -> Step:
     return lambda: slots.step(slots.source, slots.compute)
 
 
-def numba_page_locks(cuda: Any) -> Step:
-    slots = NumbaSlots(cuda)
-
-    def step() -> None:
-        slots.step(slots.source, slots.copies)
-        cuda.pinned_array(NBYTES, np.uint8)  # fault
-
-    return step
+def numba_pageable(cuda: Any) -> Step:
+    slots, pageable = NumbaSlots(cuda), np.ones(NBYTES // 4, np.float32)
+    return lambda: slots.step(pageable, slots.copies)
 
 
 def numba_synchronizes(cuda: Any) -> Step:
     slots = NumbaSlots(cuda)
 
     def step() -> None:
-        slots.step(slots.source, slots.copies)
+        slots.there[0].wait(slots.compute)
+        slots.work(slots.slots[0])
         slots.compute.synchronize()  # fault
+        slots.slots[0].copy_to_device(slots.source, stream=slots.copies)
+        slots.there[0].record(slots.copies)
 
     return step
 
@@ -299,9 +327,10 @@ def jax_work(jax: Any) -> Callable[[Any], Any]:
 
 
 def jax_put_ahead(jax: Any) -> Step:
-    work, stager = jax_work(jax), xferlib.stager("jax")
+    work, stager = jax_work(jax), opened("jax")
     source = stager.empty_pinned((SIDE, SIDE), np.float32)
     source[:] = 1
+    stager.idle()
     batch = [stager.put(source)]
 
     def step() -> Any:
@@ -314,21 +343,22 @@ def jax_put_ahead(jax: Any) -> Step:
 
 
 def jax_prefetch(jax: Any) -> Step:
-    work, stager = jax_work(jax), xferlib.stager("jax")
+    work, stager = jax_work(jax), opened("jax")
     sources = [np.ones((SIDE, SIDE), np.float32) for _ in range(3)]
-    loop = xferlib.prefetch(itertools.cycle(sources), stager, rewrites=False)
+    loop = kept(xferlib.prefetch(itertools.cycle(sources), stager, rewrites=False))
     return lambda: work(next(loop))
 
 
 def jax_slots(jax: Any) -> Step:
-    work, stager = jax_work(jax), xferlib.stager("jax")
-    ring = xferlib.Ring(stager, ((SIDE, SIDE), np.float32), slots=4)
+    work, stager = jax_work(jax), opened("jax")
+    ring = kept(xferlib.Ring(stager, ((SIDE, SIDE), np.float32), slots=4))
+    stager.idle()
 
     def batches() -> Iterator[Any]:
         while True:
             yield ring.acquire()
 
-    loop = xferlib.prefetch(batches(), stager)
+    loop = kept(xferlib.prefetch(batches(), stager))
     return lambda: work(next(loop))
 
 
@@ -345,19 +375,29 @@ def jax_put_behind_the_launch(jax: Any) -> Step:
 
 
 def jax_reads_its_loss(jax: Any) -> Step:
-    ahead = jax_put_ahead(jax)
+    work, stager = jax_work(jax), opened("jax")
+    source = stager.empty_pinned((SIDE, SIDE), np.float32)
+    source[:] = 1
+    stager.idle()
+    batch = [stager.put(source)]
 
     def step() -> None:
-        float(ahead())  # type: ignore[arg-type]  # fault
+        float(work(batch[0].value))  # fault
+        batch[0] = stager.put(source)
 
     return step
 
 
 def jax_reads_an_array(jax: Any) -> Step:
-    ahead = jax_put_ahead(jax)
+    work, stager = jax_work(jax), opened("jax")
+    source = stager.empty_pinned((SIDE, SIDE), np.float32)
+    source[:] = 1
+    stager.idle()
+    batch = [stager.put(source)]
 
     def step() -> None:
-        np.asarray(ahead())  # fault
+        np.asarray(work(batch[0].value))  # fault
+        batch[0] = stager.put(source)
 
     return step
 
@@ -446,9 +486,13 @@ def torch_reads_an_item(torch: Any) -> Step:
     slots = TorchSlots(torch)
 
     def step() -> None:
-        slots.step(slots.source, slots.copies)
+        slots.compute.wait_event(slots.there[0])
         with torch.cuda.stream(slots.compute):
+            torch.sin(slots.slots[0], out=slots.out)
             slots.out[0].item()  # fault
+        with torch.cuda.stream(slots.copies):
+            slots.slots[0].copy_(slots.source, non_blocking=True)
+        slots.there[0].record(slots.copies)
 
     return step
 
@@ -468,7 +512,7 @@ FAULTY: list[tuple[Loop, str, Any]] = [
     (cupy_reads_a_number, "host waits", None),
     (cupy_allocates, "memory call", None),
     (numba_same_stream, "same stream", NumbaSlots),
-    (numba_page_locks, "memory call", None),
+    (numba_pageable, "pageable memory", NumbaSlots),
     (numba_synchronizes, "host waits", None),
     (jax_put_behind_the_launch, "waits for compute", None),
     (jax_reads_its_loss, "host waits", None),
@@ -484,6 +528,22 @@ def made(loop: Loop) -> Step:
     return loop(needs(loop.__name__.partition("_")[0]))
 
 
+def told(step: Step) -> str:
+    """Return what is said against a loop; "": nothing."""
+    for tries in range(MOST_TRIES):
+        try:
+            xferlib.assert_overlaps(step, warmup=WARMUP)
+        except AssertionError as error:
+            return str(error)
+        except xferlib.UndecidedError as error:
+            # It says itself when another try may tell more.
+            if "Run it again" not in str(error) or tries == MOST_TRIES - 1:
+                raise
+        else:
+            break
+    return ""
+
+
 def marked(thing: Any, mark: str) -> int:
     """Return the number of the line of a function or class that has this comment."""
     lines, first = inspect.getsourcelines(thing)
@@ -493,16 +553,19 @@ def marked(thing: Any, mark: str) -> int:
 
 @pytest.mark.parametrize("loop", CLEAN, ids=lambda loop: loop.__name__)
 def test_a_loop_that_overlaps_passes(loop: Loop) -> None:
-    xferlib.assert_overlaps(made(loop))
+    assert told(made(loop)) == ""
 
 
 @pytest.mark.parametrize(("loop", "cause", "copies"), FAULTY, ids=[loop.__name__ for loop, _, _ in FAULTY])
 def test_a_planted_fault_is_named_with_its_line(loop: Loop, cause: str, copies: Any) -> None:
-    step = made(loop)
-    with pytest.raises(AssertionError) as error:
-        xferlib.assert_overlaps(step)
-    print(error.value)
-    findings = [line for line in str(error.value).splitlines() if line.startswith(f"- {cause}: ")]
+    said = told(made(loop))
+    print(said)
+    findings = [line for line in said.splitlines() if line.startswith(f"- {cause}: ")]
     assert findings
-    named = [int(number) for finding in findings for number in re.findall(rf"{re.escape(HERE)}:(\d+)", finding)]
-    assert (marked(copies, "# copies") if copies else marked(loop, "# fault")) in named
+    named = {int(number) for finding in findings for number in re.findall(rf"{re.escape(HERE)}:(\d+)", finding)}
+    if "a thread of the framework's own" in findings[0]:
+        # It says where the loop was by then.
+        lines, first = inspect.getsourcelines(loop)
+        assert named <= set(range(first, first + len(lines)))
+    else:
+        assert (marked(copies, "# copies") if copies else marked(loop, "# fault")) in named

@@ -12,12 +12,14 @@
 #include <string.h>
 #include <time.h>
 
-enum { ENTER = 0, QUEUED = 0, TAKEN, HANDLED, LEFT };
+enum { ENTER = 0, QUEUED = 0, TAKEN, HANDLED, LEFT = XE_LEFT };
+enum { SOON = 20000 };  // Microseconds that a call waits where it need not: so long its thread stands on its line.
 
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t queued, handled;
 static xe_callback *oldest, **newest = &oldest;
 static atomic_uint_least64_t running;  // The recording; 0: none.
+static atomic_uint_least64_t serials;
 static uint64_t missed;
 static int64_t longest;
 static int (*holds_gil)(void);
@@ -67,15 +69,28 @@ int xe_callbacks_start(uint64_t recording, int64_t microseconds, int (*check)(vo
     lock();
     longest = microseconds, holds_gil = check, python = with, missed = 0;
     memcpy(reads, wanted, sizeof reads);
+    atomic_store(&serials, 0);
     atomic_store(&running, recording);
     unlock();
     return 1;
+}
+
+static void unlink_call(xe_callback *call) {
+    xe_callback **at = &oldest;
+    while (*at != call) at = &(*at)->next;
+    *at = call->next;
+    if (newest == &call->next) newest = at;
 }
 
 void xe_callbacks_stop(uint64_t recording) {
     lock();
     if (atomic_load(&running) == recording) {
         atomic_store(&running, 0);
+        // Of those that have gone on, nobody else frees what they have left.
+        for (xe_callback *call = oldest, *next; call != NULL; call = next) {
+            next = call->next;
+            if (call->state == LEFT) unlink_call(call), free(call);
+        }
         pthread_cond_broadcast(&queued), pthread_cond_broadcast(&handled);
     }
     unlock();
@@ -99,14 +114,11 @@ static void copy_parameters(xe_callback *call, const void *parameters, const xe_
     }
 }
 
-static void unlink_call(xe_callback *call) {
-    xe_callback **at = &oldest;
-    while (*at != call) at = &(*at)->next;
-    *at = call->next;
-    if (newest == &call->next) newest = at;
+static int may_be_late(const xe_callback *call) {
+    return reads[call->domain - 1][call->number].late;
 }
 
-// Have the clerk handle a call, which is given away. 0: it did not.
+// Have the clerk handle a call, which is given away. 0: it did not, or is still to.
 static int hand_over(xe_callback *call) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -117,16 +129,18 @@ static int hand_over(xe_callback *call) {
         free(call);
         return 0;
     }
-    int64_t nanoseconds = until.tv_nsec + longest * 1000;
+    int is_patient = may_be_late(call);
+    int64_t nanoseconds = until.tv_nsec + (is_patient && SOON < longest ? SOON : longest) * 1000;
     until.tv_sec += nanoseconds / 1000000000, until.tv_nsec = nanoseconds % 1000000000;
     *newest = call, newest = &call->next;
     pthread_cond_signal(&queued);
     int late = 0;
     while (call->state != HANDLED && atomic_load(&running) == call->recording && !late)
         late = pthread_cond_timedwait(&handled, &mu, &until) == ETIMEDOUT;
-    int done = call->state == HANDLED, is_clerks = call->state == TAKEN;
-    missed += !done && atomic_load(&running) == call->recording;
-    if (call->state == QUEUED) unlink_call(call);
+    int runs = atomic_load(&running) == call->recording, done = call->state == HANDLED;
+    int is_clerks = call->state == TAKEN || (call->state == QUEUED && is_patient && runs);
+    missed += !done && !is_patient && runs;
+    if (call->state == QUEUED && !is_clerks) unlink_call(call);
     if (is_clerks) call->state = LEFT;
     unlock();
     if (!is_clerks) free(call);
@@ -145,10 +159,12 @@ static int tell(uint64_t recording, int domain, uint32_t number, const xe_callba
     call->recording = recording, call->thread = (uint64_t)pthread_self();
     call->function = data->function_name, call->context = data->context;
     call->domain = (uint32_t)domain, call->number = number, call->enters = data->site == ENTER;
+    if (call->enters) call->serial = atomic_fetch_add(&serials, 1) + 1;
     if (call->enters) copy_parameters(call, data->parameters, &reads[domain - 1][number]);
-    if (!direct) return hand_over(call);
+    int is_told = !may_be_late(call);
+    if (!direct) return hand_over(call) && is_told;
     python(call);
-    return 1;
+    return is_told;
 }
 
 // Return the recording that runs, by which this thread counts its calls from now on.
@@ -192,7 +208,7 @@ xe_callback *xe_callbacks_take(uint64_t recording) {
     xe_callback *call = atomic_load(&running) == recording ? oldest : NULL;
     // Of a recording before this one, whose caller has not woken up yet, is nothing to be handled.
     while (call != NULL && call->recording != recording) call = call->next;
-    if (call != NULL) unlink_call(call), call->state = TAKEN;
+    if (call != NULL) unlink_call(call), call->state = call->state == LEFT ? LEFT : TAKEN;
     unlock();
     return call;
 }
@@ -201,7 +217,7 @@ void xe_callbacks_handled(xe_callback *call) {
     lock();
     int is_left = call->state == LEFT;
     // What it was handled as comes after what its thread has done since. Its miss may have been forgiven.
-    missed += is_left && atomic_load(&running) == call->recording;
+    missed += is_left && !may_be_late(call) && atomic_load(&running) == call->recording;
     call->state = HANDLED;
     pthread_cond_broadcast(&handled);
     unlock();

@@ -13,6 +13,7 @@
 enum {
     XE_PARAMETERS = 80,  // Most bytes that are read of a call's parameters,
     XE_POINTED = 200,    // and of what the first of them points to.
+    XE_LEFT = 3,
 };
 
 // What is read of the parameters of a function.
@@ -20,6 +21,7 @@ typedef struct xe_reads {
     uint8_t known;    // 0: its calls are not told of.
     uint8_t nbytes;   // Of the parameters.
     uint8_t pointed;  // Bytes of what the first parameter points to.
+    uint8_t late;     // Nothing need be done before the call goes on: its order is enough. It is not told of again as it is left.
     uint8_t batch;    // The first three parameters are arrays, of targets, sources and sizes; the fourth is their length.
 } xe_reads;
 
@@ -27,12 +29,13 @@ typedef struct xe_reads {
 typedef struct xe_callback {
     struct xe_callback *next;
     uint64_t recording;
+    uint64_t serial;       // The order in which calls are entered.
     uint64_t thread;       // Its pthread_t, which is Python's ident of it.
     const char *function;
     void *context;         // The thread's current context, or null.
     uint32_t domain, number;
     uint32_t enters;       // 0: the call is left.
-    uint32_t state;
+    uint32_t state;        // XE_LEFT: the caller has gone on.
     uint64_t parameters[XE_PARAMETERS / 8];
     uint64_t pointed[XE_POINTED / 8];  // The first parameter of the copy points here. Of a batch: one target, one source, all bytes.
 } xe_callback;

@@ -20,6 +20,7 @@ __all__ = [
     "FINISHED",
     "H2D",
     "ISSUED",
+    "LEFT",
     "MOST_FUNCTIONS",
     "MOST_PIECES",
     "NOT_YET",
@@ -47,6 +48,8 @@ __all__ = [
 H2D, D2H = range(2)
 STAGED, ISSUED, FINISHED = range(3)
 OK, NOT_YET, FAILED, UNKNOWN, STOPPED, BUSY = 1, 0, -1, -2, -4, -5
+LEFT = 3
+"""`XE_LEFT`."""
 MOST_PIECES = 256
 """`XE_MOST_PIECES`."""
 MOST_FUNCTIONS = 4096
@@ -190,7 +193,7 @@ class Frame(ctypes.Structure):
 class Reads(ctypes.Structure):
     """`xe_reads`."""
 
-    _fields_ = (("known", ctypes.c_uint8), ("nbytes", ctypes.c_uint8), ("pointed", ctypes.c_uint8), ("batch", ctypes.c_uint8))
+    _fields_ = tuple((name, ctypes.c_uint8) for name in ("known", "nbytes", "pointed", "late", "batch"))
 
 
 class Callback(ctypes.Structure):
@@ -199,6 +202,7 @@ class Callback(ctypes.Structure):
     _fields_ = (
         ("next", _P),
         ("recording", _U64),
+        ("serial", _U64),
         ("thread", _U64),
         ("function", ctypes.c_char_p),
         ("context", _P),

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Protocol, final
 
 from xferlib.callers import caller_of, frame_of
-from xferlib.engine.native import MOST_FUNCTIONS, Callback, Reads, gil_library, library
+from xferlib.engine.native import LEFT, MOST_FUNCTIONS, Callback, Reads, gil_library, library
 from xferlib.errors import BackendUnavailableError
-from xferlib.overlap.calls import CopyDirection, CudaCall, Site
+from xferlib.overlap.calls import CallKind, CopyDirection, CudaCall, Site
 from xferlib.overlap.libcuda import Driver
 from xferlib.overlap.parameters import FUNCTIONS, PER_THREAD
 from xferlib.tracing.library import CuptiError, check, load
@@ -29,6 +29,9 @@ __all__ = ["CallRecording", "Listener", "recorded", "site_of"]
 
 LONGEST_SECONDS = 1.0
 """That a call waits for the clerk."""
+LATE_KINDS: tuple[CallKind, ...] = ("record", "wait")
+"""Calls of which only the order matters, and that keep nobody: a thread that makes one goes on if the clerk does not come soon. A
+framework may make them under a lock of its own, which another thread may wait for with the GIL."""
 LATE = (
     "calls of CUDA by threads that did not hold Python's GIL were not seen in time: another thread kept it for more than a second, "
     "perhaps while it waited for one of these calls. Run it again"
@@ -75,8 +78,7 @@ class CallRecording:
         self._clerk = threading.Thread(target=self._serve, name="xferlib-overlap-calls", daemon=True)
         self._unseen = False
         self._blocking: dict[int, bool] = {}
-        self._number = 0
-        # Calls of several threads are numbered one after the other. Reentrant: a finalizer may call CUDA inside.
+        # Calls of several threads enter the list one after the other. Reentrant: a finalizer may call CUDA inside.
         self._numbering = threading.RLock()
 
     def start(self) -> None:
@@ -147,24 +149,27 @@ class CallRecording:
         call = self._decoded(told)
         if call is None:
             return
-        self.open[thread] = call
+        if call.kind not in LATE_KINDS:
+            self.open[thread] = call
         with self._numbering:
-            self._number += 1
-            call.serial = self._number
             # Before the call is in the list, so that whoever finds it there finds its stream held.
             if self.listener is not None:
                 self.listener.entered(call)
-            self.calls.append(call)
+            place = len(self.calls)
+            while place and self.calls[place - 1].serial > call.serial:
+                place -= 1
+            self.calls.insert(place, call)
 
     def _decoded(self, told: Callback) -> CudaCall | None:
         thread, function = told.thread, FUNCTIONS[told.domain][told.number]
         at = ctypes.addressof(told) + Callback.parameters.offset
-        site = site_of(frame_of(thread))
+        # The thread has gone on from where it made the call, if it was not kept.
+        site = None if told.state == LEFT else site_of(frame_of(thread))
         near = None
         if site is None and thread != self.loop:
             near = site_of(frame_of(self.loop))
         call = CudaCall(
-            serial=0,
+            serial=told.serial,
             step=self.step,
             in_loop=thread == self.loop,
             kind=function.kind,
@@ -255,7 +260,9 @@ def _reads() -> ctypes.Array[Reads]:
     table = (Reads * (2 * MOST_FUNCTIONS))()
     for domain, functions in FUNCTIONS.items():
         for number, function in functions.items():
-            table[(domain - 1) * MOST_FUNCTIONS + number] = Reads(1, *function.nbytes_read, function.batch)
+            table[(domain - 1) * MOST_FUNCTIONS + number] = Reads(
+                1, *function.nbytes_read, function.kind in LATE_KINDS, function.batch
+            )
     return table
 
 
