@@ -161,10 +161,10 @@ static int tell(uint64_t recording, int domain, uint32_t number, const xe_callba
     call->domain = (uint32_t)domain, call->number = number, call->enters = data->site == ENTER;
     if (call->enters) call->serial = atomic_fetch_add(&serials, 1) + 1;
     if (call->enters) copy_parameters(call, data->parameters, &reads[domain - 1][number]);
-    int is_told = !may_be_late(call);
-    if (!direct) return hand_over(call) && is_told;
+    int is_once = may_be_late(call);
+    if (!direct) return hand_over(call) && !is_once;
     python(call);
-    return is_told;
+    return !is_once;
 }
 
 // Return the recording that runs, by which this thread counts its calls from now on.

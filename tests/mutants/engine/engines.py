@@ -1112,7 +1112,7 @@ MUTANTS = (
     Mutant("a call that was left is freed by nobody", "    if (is_left) free(call);\n", "", LATE, "addresses", file=CALLBACKS),
     Mutant(
         "a call that went on stays in the queue",
-        "    if (call->state == QUEUED) unlink_call(call);\n",
+        "    if (call->state == QUEUED && !is_clerks) unlink_call(call);\n",
         "",
         LATE,
         "addresses",
@@ -1136,13 +1136,42 @@ MUTANTS = (
     ),
     Mutant(
         "a call that comes too late is not missed again",
-        "    missed += is_left && atomic_load(&running) == call->recording;\n",
+        "    missed += is_left && !may_be_late(call) && atomic_load(&running) == call->recording;\n",
         "",
         LATE,
         file=CALLBACKS,
     ),
     Mutant(
         "the end of a call is told though its beginning was missed", "depth == 1 && is_told", "depth == 1", LATE, file=CALLBACKS
+    ),
+    Mutant(
+        "whose order alone matters waits as long as others",
+        "is_patient && SOON < longest ? SOON : longest",
+        "longest",
+        "keeps_callbacks_that_may_be_late",
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "what may be late is missed",
+        "missed += !done && !is_patient && runs;",
+        "missed += !done && runs;",
+        "keeps_callbacks_that_may_be_late",
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "what is late is given up",
+        "call->state == TAKEN || (call->state == QUEUED && is_patient && runs)",
+        "call->state == TAKEN",
+        "keeps_callbacks_that_may_be_late",
+        file=CALLBACKS,
+    ),
+    Mutant(
+        "what was left is freed by nobody as the recording ends",
+        "            if (call->state == LEFT) unlink_call(call), free(call);\n",
+        "            if (call->state == LEFT) unlink_call(call);\n",
+        "keeps_callbacks_that_may_be_late",
+        "addresses",
+        file=CALLBACKS,
     ),
     Mutant(
         "nobody is told that the recording ends",
