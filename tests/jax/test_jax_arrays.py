@@ -9,6 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
+pytest.importorskip("jax")
+
 from xferlib_jax import conformance
 from xferlib_jax._cpu import CpuStager
 from xferlib_jax._cuda import CudaStager
