@@ -37,9 +37,9 @@ Pieces: TypeAlias = Sequence[tuple[int, int, int, int]] | np.ndarray[Any, np.dty
 """Each: host address, device address, bytes, and the number of its block of device memory. As an array they take less time."""
 
 USUAL_THREADS, MOST_THREADS = 6, 10
-"""On an H100 machine with 16 cores ten threads took batches of 16 MiB in 0.9 of the time that eight took, and twelve in no less.
-There are more than six only if they are no more than five eighths of the cores: small transfers wait for all of them to wake, and
-the program has work of its own."""
+"""On an H100 machine with 16 cores ten threads took batches of 16 MiB in 0.9 of the time that eight took, and twelve in a
+little less than that. There are more than six only if they are no more than five eighths of the cores: small transfers wait
+for all of them to wake, and the program has work of its own."""
 CHUNKS_OF_BLOCK = 8
 """So many chunks are taken in one block, in less time than one by one."""
 CPU_SET_NBYTES = 1024
