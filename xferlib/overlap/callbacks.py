@@ -132,12 +132,15 @@ class CallRecording:
     def _serve(self) -> None:
         """Take the calls of threads that do not hold the GIL, one after the other, until the recording ends."""
         with self.ours():
-            while library().xe_callbacks_wait(self._serial):
-                # With the GIL from here on, so what is taken is handled.
-                taken = self._engine.xe_callbacks_take(self._serial)
-                if taken:
-                    self.called(taken.contents)
-                    self._engine.xe_callbacks_handled(taken)
+            self._serve_all()
+
+    def _serve_all(self) -> None:
+        while library().xe_callbacks_wait(self._serial):
+            # With the GIL from here on, so what is taken is handled.
+            taken = self._engine.xe_callbacks_take(self._serial)
+            if taken:
+                self.called(taken.contents)
+                self._engine.xe_callbacks_handled(taken)
 
     def _called(self, told: Callback) -> None:
         thread = told.thread
@@ -155,10 +158,14 @@ class CallRecording:
             # Before the call is in the list, so that whoever finds it there finds its stream held.
             if self.listener is not None:
                 self.listener.entered(call)
-            place = len(self.calls)
-            while place and self.calls[place - 1].serial > call.serial:
-                place -= 1
-            self.calls.insert(place, call)
+            self.calls.insert(self._place_of(call), call)
+
+    def _place_of(self, call: CudaCall) -> int:
+        """Return where in the list a call belongs: mostly at its end."""
+        place = len(self.calls)
+        while place and self.calls[place - 1].serial > call.serial:
+            place -= 1
+        return place
 
     def _decoded(self, told: Callback) -> CudaCall | None:
         thread, function = told.thread, FUNCTIONS[told.domain][told.number]
