@@ -199,7 +199,10 @@ def runtime_dimensions(**values: int) -> ctypes.Structure:
 
 
 def pointing(box: ctypes.Structure, stream: int = 7) -> ctypes.Structure:
-    return struct(("box", U64), ("stream", U64), box=ctypes.addressof(box), stream=stream)
+    made = struct(("box", U64), ("stream", U64), box=ctypes.addressof(box), stream=stream)
+    # An address keeps nothing alive.
+    made.kept = box
+    return made
 
 
 @pytest.mark.parametrize(("number", "stream"), [(289, 7), (424, 7), (287, LEGACY), (288, LEGACY), (405, 2)])
