@@ -326,11 +326,17 @@ def jax_work(jax: Any) -> Callable[[Any], Any]:
     return work
 
 
-def jax_put_ahead(jax: Any) -> Step:
-    work, stager = jax_work(jax), opened("jax")
+def pinned_for_jax() -> tuple[Any, Any]:
+    """Return a stager, and a batch in its pinned memory, locked by now."""
+    stager = opened("jax")
     source = stager.empty_pinned((SIDE, SIDE), np.float32)
     source[:] = 1
     stager.idle()
+    return stager, source
+
+
+def jax_put_ahead(jax: Any) -> Step:
+    work, stager, source = jax_work(jax), *pinned_for_jax()
     batch = [stager.put(source)]
 
     def step() -> Any:
@@ -375,10 +381,7 @@ def jax_put_behind_the_launch(jax: Any) -> Step:
 
 
 def jax_reads_its_loss(jax: Any) -> Step:
-    work, stager = jax_work(jax), opened("jax")
-    source = stager.empty_pinned((SIDE, SIDE), np.float32)
-    source[:] = 1
-    stager.idle()
+    work, stager, source = jax_work(jax), *pinned_for_jax()
     batch = [stager.put(source)]
 
     def step() -> None:
@@ -389,10 +392,7 @@ def jax_reads_its_loss(jax: Any) -> Step:
 
 
 def jax_reads_an_array(jax: Any) -> Step:
-    work, stager = jax_work(jax), opened("jax")
-    source = stager.empty_pinned((SIDE, SIDE), np.float32)
-    source[:] = 1
-    stager.idle()
+    work, stager, source = jax_work(jax), *pinned_for_jax()
     batch = [stager.put(source)]
 
     def step() -> None:

@@ -1,7 +1,7 @@
 // CUPTI's callbacks, handed to Python; see callbacks.h.
 //
 // One lock guards the queue and the state of each call in it. It is held for some instructions, never while Python code runs. A call is
-// freed by its caller, unless that has gone on while the clerk had it: then by the clerk.
+// freed by its caller, unless that has gone on: then by the clerk, or as the recording ends.
 #define _GNU_SOURCE
 #include "callbacks.h"
 
