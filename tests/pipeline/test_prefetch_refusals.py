@@ -174,3 +174,25 @@ def test_a_generator_that_has_ended_is_told_of_at_the_callers_line(stager: xferl
     # Nothing to be told of: one that is not begun, and sources that begin anew.
     for source in (batches(), [batch(0)]):
         assert len(list(xferlib.prefetch(source, stager))) == 1
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda stager: xferlib.prefetch([np.zeros(3)], stager),
+        lambda stager: xferlib.drain([np.zeros(3)], stager),
+        lambda stager: xferlib.stream_map(lambda array: array, [np.zeros(3)], stager),
+        lambda stager: xferlib.Ring(stager, ((3,), np.float32)),
+        lambda stager: xferlib.SharedRing(stager, ((3,), np.float32), 4),
+    ],
+    ids=["prefetch", "drain", "stream_map", "Ring", "SharedRing"],
+)
+def test_a_closed_stager_is_refused_on_the_spot(stager: xferlib.Stager, begin: Any) -> None:
+    stager.close()
+    with pytest.raises(xferlib.ClosedError, match=r"this stager is closed\. Open another one with xferlib\.stager"):
+        begin(stager)
+
+
+def test_the_slots_of_a_shared_ring_are_given_by_position_too(stager: xferlib.Stager) -> None:
+    with xferlib.SharedRing(stager, ((3,), np.float32), 4) as ring:
+        assert ring.slots == 4

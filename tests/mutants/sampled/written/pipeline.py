@@ -148,4 +148,5 @@ MUTANTS = [
     (HOST, "    view.flags.writeable = False\n", ""),
     (HOST, "            if kind is None and not self._closed:\n                self.synchronize()\n", "            pass\n"),
     (HOST, "            self._wait_for_saves(name)\n", ""),
+    ("xferlib/stager.py", "        if stager.closed:\n            raise ClosedError(CLOSED)\n", ""),
 ]
