@@ -123,3 +123,5 @@ class Case:
     run: Callable[[Bench], Iterator[Record]]
     seconds: float = 40.0
     """About what it takes with a GPU at brief effort: its share of a run that is limited."""
+    resumes: bool = False
+    """Whether it leaves out what is `done`."""

@@ -1,8 +1,12 @@
-"""How long a run may take, and who gets how much of it: cases take turns, and what one does not need goes to those behind it."""
+"""How long a run may take, and who gets how much of it: cases take turns, and what one does not need goes to those behind it.
+
+What is left at the end goes to those that had too little.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from benchmarks.bench import Case
 
 __all__ = ["Budget", "OutOfTime", "Teller"]
+
+SHORTEST_SECONDS = 15.0
+"""To open peers and pinned memory once more takes some seconds."""
 
 
 class OutOfTime(BaseException):
@@ -31,8 +38,8 @@ class Budget:
         self._seconds = seconds
         self._waiting = list(cases)
         self._end = self._begin
-        self.ended: list[str] = []
-        """Where the time ran out, in words."""
+        self._late: dict[str, tuple[Case, str]] = {}
+        self._rows: Counter[str] = Counter()
 
     @property
     def gone(self) -> float:
@@ -43,6 +50,19 @@ class Budget:
     def left(self) -> float | None:
         """Seconds that the run may still take; None: there is no limit."""
         return None if self._seconds is None else max(0.0, self._seconds - self.gone)
+
+    @property
+    def ended(self) -> list[str]:
+        """Where the time ran out, in words."""
+        return [words for _, words in self._late.values()]
+
+    def turn_again(self) -> list[Case]:
+        """Return the cases whose time ran out and that can go on with their other rows, where there is time for that. They wait
+        again."""
+        self._waiting = [case for case, _ in self._late.values() if case.resumes and (self.left or 0) >= SHORTEST_SECONDS]
+        for case in self._waiting:
+            del self._late[case.name]
+        return self._waiting.copy()
 
     def begin(self, case: Case) -> float | None:
         """Begin a case, the next one, and return the seconds that it may take; None: there is no limit."""
@@ -68,12 +88,13 @@ class Budget:
 
     def note_cut(self, case: Case, rows: int) -> None:
         """Note that a row of the case was cut, behind so many whole ones."""
-        self._note_end(case, rows)
-        self.ended[-1] += " (the next was cut)" if rows else " (the first row was cut)"
+        self._note_end(case, rows, " (the next was cut)" if rows + self._rows[case.name] else " (the first row was cut)")
 
-    def _note_end(self, case: Case, rows: int) -> None:
-        after = f" after {rows} row{'s' if rows > 1 else ''}"
-        self.ended.append(case.name + (after if rows else ", of which nothing was measured"))
+    def _note_end(self, case: Case, rows: int, how: str = "") -> None:
+        self._rows[case.name] += rows
+        count = self._rows[case.name]
+        where = f" after {count} row{'s' if count > 1 else ''}" if count else ", of which nothing was measured"
+        self._late[case.name] = case, f"{case.name}{where}{how}"
 
 
 class Teller:

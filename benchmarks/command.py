@@ -6,9 +6,10 @@ import argparse
 import re
 import sys
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -115,15 +116,19 @@ def run(
     bench = _bench(open_stager, device, teller, budget, quick=quick, full=full, sizes=sizes)
     if resume and file is not None:
         bench = replace(bench, done=records.keys_of(file, bench))
-    shown: list[Record] = []
+    table: dict[records.Key, Record] = {}
     with teller.drawn():
-        for number, case in enumerate(cases, 1):
+        # When all had their turns, it is the turn of those that had too little time, with what others did not need.
+        for number, case in chain(enumerate(cases, 1), _again(budget, len(cases))):
             teller.begin(case, number, len(cases), budget.begin(case))
+            turn = replace(bench, done={*bench.done, *table})
             try:
-                shown += _measure(bench, case, budget, file, at_once=resume)
+                measured = _measure(turn, case, budget, file, at_once=resume)
             except Corrupted as error:
                 print(f"case {case.name!r} failed: {error}", file=sys.stderr)
                 return 1
+            table |= {records.key(record): record for record in measured}
+    shown = list(table.values())
     to_stdout = json_file == TO_STDOUT
     console = _console(sys.stderr if to_stdout else sys.stdout)
     report.show(console, shown, bench.absences.reasons)
@@ -137,6 +142,12 @@ def run(
     if to_stdout:
         records.write(sys.stdout, shown)
     return 0
+
+
+def _again(budget: Budget, number: int) -> Iterator[tuple[int, Case]]:
+    """Yield the cases that get what time is left, as the last ones of the run: asked when all others have had theirs."""
+    for case in budget.turn_again():
+        yield number, case
 
 
 def _bench(

@@ -280,6 +280,10 @@ def calls(results: Results) -> Table:
     def rows(words: str, direction: str, label: str) -> list[list[str]]:
         ours, best = [words], ["best peer"]
         for nbytes in sizes:
+            if not results.has("sizes", "cupy", direction, nbytes, label):
+                ours.append(NOT_MEASURED)
+                best.append("")
+                continue
             record = results.one("sizes", "cupy", direction, nbytes, label)
             peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
             mine = record["seconds"]["median"]
@@ -287,11 +291,15 @@ def calls(results: Results) -> Table:
             best.append(f"{f'**{us(seconds)}**' if seconds <= mine else us(seconds)} {peer}")
         return [ours, best]
 
-    asarray = [results.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"] for nbytes in sizes]
+    def asarray(nbytes: int) -> str:
+        if not results.has("sizes", "cupy", "h2d", nbytes, "call"):
+            return ""
+        return us(results.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"])
+
     return [
         ["us, default arguments, CuPy", "64 KiB", "1 MiB", "16 MiB", "64 MiB"],
         *rows("`put(array)`, pageable", "h2d", "call"),
-        ["`cupy.asarray`", *map(us, asarray)],
+        ["`cupy.asarray`", *map(asarray, sizes)],
         *rows("`get(array).result()`", "d2h", "call"),
         *rows("`get(array, out=pageable)`", "d2h", "call, out="),
     ]

@@ -19,7 +19,7 @@ import xferlib
 # Last: what is installed comes before the clone.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import command
+from benchmarks import command, records
 from benchmarks.bench import Bench, Case
 from benchmarks.budget import Budget, OutOfTime, Teller
 from benchmarks.cases import CASES
@@ -61,6 +61,29 @@ def test_cases_share_the_time_and_leave_what_they_do_not_need() -> None:
     assert budget.is_over(three, 0)
     assert budget.left == 0
     assert budget.ended == ["two after 2 rows", "three, of which nothing was measured"]
+
+
+def test_what_is_left_at_the_end_goes_to_those_that_had_too_little_and_can_go_on() -> None:
+    one, other = replace(case("one", 10), resumes=True), replace(case("other", 30), resumes=True)
+    stiff, quick = case("stiff", 20), case("quick", 40)
+    budget = Budget(100, [one, other, stiff, quick], now)
+    for each, seconds in ((one, 10), (other, 30), (stiff, 20)):
+        assert budget.begin(each) == seconds
+        CLOCK[0] += seconds
+        assert budget.is_over(each, 2)
+    budget.begin(quick)
+    assert not budget.is_over(quick, 1)
+    assert budget.turn_again() == [one, other]
+    assert budget.ended == ["stiff after 2 rows"]
+    # 40 s are left for both.
+    assert budget.begin(one) == 10
+    CLOCK[0] += 26
+    assert budget.is_over(one, 3)
+    assert budget.ended == ["stiff after 2 rows", "one after 5 rows"]
+    budget.begin(other)
+    # What cannot be begun again in the time that is left is not.
+    assert budget.turn_again() == []
+    assert Budget(None, [one], now).turn_again() == []
 
 
 def test_without_a_limit_nothing_ends() -> None:
@@ -132,6 +155,24 @@ def test_a_run_that_is_out_of_time_ends_with_its_row_and_says_so(
     assert f"written: {file}" in shown.err
 
 
+def test_a_case_that_had_too_little_time_gets_what_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = CASES["overhead"]
+
+    def rows(bench: Bench) -> Iterator[Record]:
+        # The first time it has half a minute.
+        for record in whole.run(bench):
+            if records.key(record) not in bench.done:
+                yield record
+                CLOCK[0] += 16
+
+    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
+    cases = [Case(name="overhead", summary="", run=rows, seconds=10, resumes=True), replace(CASES["leaves"], seconds=10)]
+    file = tmp_path / "records.json"
+    assert command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file)) == 0
+    wanted = [records.key(one) for one in islice(whole.run(_bench()), 6)]
+    assert [records.key(one) for one in records.read(file) if one["case"] == "overhead"] == sorted(wanted)
+
+
 @pytest.mark.parametrize("whole", [0, 2])
 def test_a_row_that_goes_on_when_the_time_is_over_is_cut_between_two_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], whole: int
@@ -183,7 +224,15 @@ def test_every_case_can_be_cut(name: str) -> None:
     def between() -> None:
         raise OutOfTime
 
-    bench = command._bench(
+    bench = _bench()
+    with pytest.raises(OutOfTime):
+        for _ in CASES[name].run(replace(bench, effort=replace(bench.effort, between=between))):
+            pass
+
+
+def _bench() -> Bench:
+    """Return a quick one on the host."""
+    return command._bench(
         partial(xferlib.stager, "host"),
         open_device("host"),
         Teller(Budget(None, []), Console(file=io.StringIO())),
@@ -192,9 +241,6 @@ def test_every_case_can_be_cut(name: str) -> None:
         full=False,
         sizes=[],
     )
-    with pytest.raises(OutOfTime):
-        for _ in CASES[name].run(replace(bench, effort=replace(bench.effort, between=between))):
-            pass
 
 
 def test_only_who_asks_for_it_writes_into_what_the_pages_are_made_from(

@@ -54,6 +54,15 @@ def test_a_figure_is_known_as_one(cell: str) -> None:
     assert MEASURED.fullmatch(cell)
 
 
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_run_that_had_too_little_time_leaves_cells_and_no_table_out(name: str) -> None:
+    measured = records.read(tables.RESULTS)
+    whole = tables.TABLES[name](tables.Results(measured))
+    brief = tables.TABLES[name](tables.Results([one for one in measured if one["case"] != "sizes"]))
+    for new, old in zip(brief, whole, strict=True):
+        assert all(cell in (known, "", tables.NOT_MEASURED) for cell, known in zip(new, old, strict=True))
+
+
 def test_a_figure_that_is_changed_by_hand_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "numbers.md"
     right = (ROOT / "docs" / "numbers.md").read_text()

@@ -208,4 +208,5 @@ CASE = Case(
     summary="a load of 4 GiB (1 where minutes are limited): from the cache, for the first time in a process, and from a disk",
     run=run,
     seconds=50.0,
+    resumes=True,
 )

@@ -210,4 +210,5 @@ CASE = Case(
     summary="a save of 4 GiB in 300 arrays beside a loop, threads that only write, and what others do",
     run=run,
     seconds=50.0,
+    resumes=True,
 )

@@ -313,4 +313,5 @@ CASE = Case(
     summary="pageable memory with default arguments, 4 KiB to 1 GiB, by call and in a loop, each way",
     run=run,
     seconds=150.0,
+    resumes=True,
 )
