@@ -121,6 +121,8 @@ class _Puts:
         self.whole = jax.process_count() == 1
         self.patterns = {"sharding": patterns}
         self._plans: dict[Key, BatchPlan] = {}
+        self._takes = not all(self._taken())
+        """Whether the next put will take device memory, to judge by the last one: a stager that has none takes some."""
 
     def put(self, arrays: dict[str, Array], like: dict[str, Any]) -> _Started:
         plans = {name: self._plan(name, array, like.get(name)) for name, array in arrays.items()}
@@ -128,9 +130,14 @@ class _Puts:
         for name, plan in plans.items():
             for device, pulled in plan.views([arrays[name]]).items():
                 views.setdefault(device, []).extend(pulled)
-        if len(views) == 1:
-            return _Started(plans, start(self._stagers, views, borrow=True))
-        return _Started(plans, start_at_once(self._stagers, views, self._threads))
+        taken = self._taken()
+        if len(views) > 1 and self._takes:
+            transfers = start_at_once(self._stagers, views, self._threads)
+        else:
+            # Where nobody waits for the driver, threads that wait for each other take twice the time.
+            transfers = start(self._stagers, views, borrow=True)
+        self._takes = self._taken() != taken
+        return _Started(plans, transfers)
 
     def wait(self, arrays: list[Any]) -> None:
         jax.block_until_ready(arrays)
@@ -138,6 +145,10 @@ class _Puts:
     def trim(self) -> None:
         for stager in self._stagers.values():
             stager.trim()
+
+    def _taken(self) -> list[int]:
+        """Return how many bytes of the device's each stager has taken."""
+        return [stager.stats().device_nbytes for stager in self._stagers.values()]
 
     def _plan(self, name: str, array: Array, like: Any) -> BatchPlan:
         """Plan an array by itself: layers are alike, and what gathers their parts is compiled once."""

@@ -22,6 +22,7 @@ from xferlib_jax import _load, _spread
 
 import xferlib
 from tests.jax.eight_devices import assert_is, nothing_left, stagers  # noqa: F401  # Fixtures.
+from xferlib.files import load
 from xferlib.stager import Stager, open_stagers
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -176,6 +177,29 @@ def test_the_devices_are_put_to_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     slow_puts(monkeypatch, lambda _: together.wait(20))
     assert_is(xferlib_jax.load(tmp_path / "a.npy", over(("a", "b"))), array, over(("a", "b")))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("xferlib-jax-load")]
+
+
+def test_devices_that_take_no_memory_any_more_are_put_to_in_turn(
+    path: Path, stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then threads would only wait for each other."""
+    monkeypatch.setattr(load, "PIECE_NBYTES", 1)
+    threads: list[list[threading.Thread]] = []
+    for _ in range(2):
+        threads.append([])
+        slow_puts(monkeypatch, lambda _: threads[-1].append(threading.current_thread()))
+        found = xferlib_jax.load(path, over(("a", "b")), names=["embed", "layers.0.kernel", "layers.1.kernel"], stagers=stagers)
+        monkeypatch.undo()
+        monkeypatch.setattr(load, "PIECE_NBYTES", 1)
+        assert_is(found.pop("embed"), ARRAYS["embed"], over(("a", "b")))
+        del found
+        for stager in stagers:
+            stager.idle()
+    new, used = threads
+    assert len(new) == len(used) == 3 * len(stagers)
+    # At once they are put to by threads that no interrupt comes to.
+    assert threading.current_thread() not in new
+    assert {*used} == {threading.current_thread()}
 
 
 def test_the_threads_have_the_callers_64_bit_types(tmp_path: Path) -> None:
