@@ -324,9 +324,9 @@ class HostToDevice:
         # Asked for here, outside of the pool's own steps: inside of these, what a foreign finalizer asks for is refused.
         sizes = packing.sizes
         leases = self._blocks.lease_idle(sizes, streams)
-        if len(leases) < len(sizes):
-            # This makes idle what has come back since.
-            leases.append(self._blocks.lease(sizes[len(leases)], streams))
+        if len(sizes) - len(leases) > 1:
+            # This makes idle what has come back since, as to lease a single one does.
+            self._blocks.settle_posted()
             leases += self._blocks.lease_idle(sizes[len(leases) :], streams)
         missing = sizes[len(leases) :]
         if len(missing) > 1 and self._blocks.lacks(missing):
