@@ -77,9 +77,10 @@ class Transfer(NoArray, Generic[TreeT_co]):
 
     Holds the arrays. In a task of asyncio `await transfer` is `result()` without a thread that waits.
 
-    If a copy failed, `done`, `synchronize`, `result`, `value`, `value_on` and `await` raise `TransferError` each time. In debug
-    mode they raise `SourceRewrittenError`, each time, for sources that were written to before the transfer was done.
-    In a child that was forked meanwhile they raise `BackendUnavailableError` where they would wait.
+    If a copy failed, `done`, `synchronize`, `result`, `value`, `value_on` and `await` raise `TransferError` each time. If it was
+    the framework that could not make the arrays, those that return them do, and they can be asked again. In debug mode all raise
+    `SourceRewrittenError`, each time, for sources that were written to before the transfer was done. In a child that was forked
+    meanwhile they raise `BackendUnavailableError` where they would wait.
     """
 
     _error: Exception | None = None
@@ -283,11 +284,13 @@ class Transfer(NoArray, Generic[TreeT_co]):
         if isinstance(value, LazyValue):
             try:
                 value = value()
-            except CapabilityError:
+            except (CapabilityError, TransferError):
                 # Refused here and now, and the copy is as sound as before.
                 raise
             except self._failures as error:
-                raise self._failed(error) from error
+                # If the copy itself has failed, that says more. Otherwise the arrays can be asked for again.
+                self.done()
+                raise TransferError(f"the arrays could not be made: {error}. Mend that, and ask again") from error
         if self._check is not None:
             self.done()
         return value

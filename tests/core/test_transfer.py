@@ -17,7 +17,7 @@ import xferlib
 from tests.core.fakes import WATCHDOG, Point, held, on_thread, succeeds, tampered, until
 from xferlib.latch import note_copy_thread
 from xferlib.staging.profile import StagingProfile
-from xferlib.transfer import Transfer
+from xferlib.transfer import LazyValue, Transfer
 
 
 class Broke(Exception):
@@ -63,6 +63,36 @@ def test_a_failure_is_raised_every_time_with_its_cause(on_host: bool) -> None:
             wait()
         assert isinstance(caught.value.__cause__, Broke)
     assert "failed" in repr(failed)
+
+
+def test_arrays_that_could_not_be_made_can_be_asked_for_again() -> None:
+    errors = [Broke("no room"), None]
+
+    def make() -> str:
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+        return "arrays"
+
+    started: Transfer = Transfer(LazyValue(make), Point(reached=True), (Broke,), False)
+    with pytest.raises(xferlib.TransferError, match="the arrays could not be made: no room") as caught:
+        _ = started.value
+    assert isinstance(caught.value.__cause__, Broke)
+    assert started.done()
+    assert started.value == "arrays"
+
+
+def test_the_failure_of_a_copy_says_more_than_that_of_making_its_arrays() -> None:
+    point = Point()
+
+    def make() -> None:
+        point.error = Broke("down")
+        raise Broke("no room")
+
+    started: Transfer = Transfer(LazyValue(make), point, (Broke,), False)
+    for _ in range(2):
+        with pytest.raises(xferlib.TransferError, match="the copy failed: down"):
+            _ = started.value
 
 
 def test_what_is_not_a_failure_of_the_framework_passes_through() -> None:
@@ -123,20 +153,29 @@ WAITS: dict[str, Callable[[Transfer], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", ["copy_h2d", "as_array"])
 @pytest.mark.parametrize("first", WAITS)
-def test_a_put_of_lent_sources_that_fails_does_so_whatever_is_asked_first(first: str, call: str) -> None:
-    backend = tampered(failures=(Broke,), **{call: fails})
+def test_a_put_of_lent_sources_that_fails_does_so_whatever_is_asked_first(first: str) -> None:
+    backend = tampered(failures=(Broke,), copy_h2d=fails)
     with xferlib.stager(backend, pinned_limit=64 << 20, staging=StagingProfile(1, 1 << 20)) as stager:
         failed = stager.put(np.ones(LENT, np.uint8), borrow=True)
-        if call == "as_array":
-            # The copies are sound: only who wants the arrays learns that there are none.
-            with pytest.raises(xferlib.TransferError, match="none left"):
-                _ = failed.value
         for wait in (WAITS[first], *WAITS.values()):
             with pytest.raises(xferlib.TransferError, match="none left") as caught:
                 wait(failed)
             assert isinstance(caught.value.__cause__, Broke)
+
+
+@pytest.mark.parametrize("first", WAITS)
+def test_where_arrays_cannot_be_made_only_who_wants_them_is_told(first: str) -> None:
+    backend = tampered(failures=(Broke,), as_array=fails)
+    with xferlib.stager(backend, pinned_limit=64 << 20, staging=StagingProfile(1, 1 << 20)) as stager:
+        sound = stager.put(np.ones(LENT, np.uint8), borrow=True)
+        for name in (first, *WAITS):
+            if name in ("value", "result", "result in time"):
+                with pytest.raises(xferlib.TransferError, match="the arrays could not be made: none left") as caught:
+                    WAITS[name](sound)
+                assert isinstance(caught.value.__cause__, Broke)
+            else:
+                WAITS[name](sound)
 
 
 @pytest.mark.parametrize("copying", [False, True])
