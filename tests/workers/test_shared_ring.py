@@ -464,15 +464,19 @@ def test_a_later_run_ends_the_one_before_and_a_closed_one_is_over(pair: SharedRi
         next(run)
     assert first(next(later)) == 3
     later.close()
-    assert list(later) == []
+    with pytest.raises(xferlib.ClosedError, match=r"this run has ended.*for each epoch"):
+        list(later)
     with pair.run(fills.number, range(9), workers=2) as another:
         next(another)
     assert [first(batch) for batch in pair.run(fills.number, range(9), workers=2)] == list(range(9))
 
 
-def test_a_run_that_has_ended_hears_no_other_reason(pair: SharedRing) -> None:
+def test_a_run_that_has_ended_hears_no_other_reason(pair: SharedRing, stager: xferlib.Stager) -> None:
     run = pair.run(fills.number, [1], workers=2)
     assert [first(batch) for batch in run] == [1]
+    # Not empty, as if the epoch had no tasks.
+    with pytest.raises(xferlib.ClosedError, match=r"this run has ended.*for each epoch"):
+        list(xferlib.prefetch(run, stager))
     left = pair.run(fills.number, [2], workers=2)
     assert next(run, None) is None
     later = pair.run(fills.number, [3], workers=2)

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 from xferlib.callers import user_line
 from xferlib.checks import uncopied
-from xferlib.errors import WorkerDiedError, WorkerError, add_note, anew
+from xferlib.errors import ClosedError, WorkerDiedError, WorkerError, add_note, anew
 from xferlib.ledger import reap_all
-from xferlib.pipeline.one_pass import OnePass
+from xferlib.pipeline.one_pass import OnePass, steps
 from xferlib.pipeline.workers.layout import SlotTree
 from xferlib.pipeline.workers.messages import Begin, Filled, Raised, Task
 from xferlib.pipeline.workers.pool import Exit, WorkerPool
@@ -116,6 +116,15 @@ class Run(OnePass, Iterator[TreeT_co]):
         self._starved = False
         self._starved_since = 0.0
         self._nap = FIRST_NAP_SECONDS
+
+    def __iter__(self) -> Iterator[TreeT_co]:
+        """Begin the pass, or go on with it. Raises `ClosedError` where there is nothing to go on with."""
+        if isinstance(self._ended, StopIteration):
+            raise ClosedError(
+                "this run has ended: it goes over its tasks once. Call run(...) of the ring for each epoch, inside the loop over "
+                "epochs"
+            )
+        return steps(self)
 
     def __next__(self) -> TreeT_co:
         while True:
