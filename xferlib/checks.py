@@ -16,7 +16,7 @@ from numpy.ma import MaskedArray
 from xferlib.errors import CapabilityError, XferError
 from xferlib.no_array import REFUSAL, NoArray
 from xferlib.protocol import HostStager
-from xferlib.tree import Mixed, ShapeDtype, Spec, path, rides_along
+from xferlib.tree import Mixed, ShapeDtype, Spec, note_place, rides_along
 from xferlib.uninterrupted import collects
 
 __all__ = [
@@ -116,7 +116,7 @@ def checked_at(spec: Spec, index: int, check: Callable[[Any], T], leaf: Any) -> 
     try:
         return check(leaf)
     except (TypeError, ValueError) as error:
-        error.add_note(f"at {path(spec, index)}")
+        note_place(error, spec, index)
         raise
 
 

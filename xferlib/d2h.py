@@ -22,7 +22,7 @@ from xferlib.protocol import DeviceRange, Event, HostStager
 from xferlib.staging.pageable import Staging
 from xferlib.staging.small_gets import FILLED
 from xferlib.transfer import Transfer
-from xferlib.tree import ShapeDtype, Spec, path, trees_of, unflatten
+from xferlib.tree import ShapeDtype, Spec, note_place, path, trees_of, unflatten
 
 __all__ = ["DeviceToHost", "pinned_nbytes"]
 
@@ -248,7 +248,7 @@ class DeviceToHost:
                 check_out(out, shape, dtype)
         except (TypeError, ValueError) as error:
             self._refuse_on_host(array, f"at {path(spec, 0)}")
-            error.add_note(f"at {path(spec, 0)}")
+            note_place(error, spec, 0)
             raise
         return shape, dtype
 
@@ -268,7 +268,7 @@ class DeviceToHost:
         try:
             source = self._backend.as_source(array, stream)
         except (TypeError, ValueError) as error:
-            error.add_note(f"at {path(spec, 0)}")
+            note_place(error, spec, 0)
             raise
         reaps = out is None and source.nbytes >= REAP_FROM_NBYTES
         if reaps:
@@ -312,7 +312,7 @@ class DeviceToHost:
                 described.append((shape, dtype))
             except (TypeError, ValueError) as error:
                 self._refuse_on_host(leaf, f"at {path(spec, index)}")
-                error.add_note(f"at {path(spec, index)}")
+                note_place(error, spec, index)
                 raise
         if outs is not None and len(outs) > 1:
             check_apart([(address_of(array), array.nbytes) for array in outs], "out")
@@ -375,7 +375,7 @@ class DeviceToHost:
             try:
                 sources.append(place(leaf, stream))
             except (TypeError, ValueError) as error:
-                error.add_note(f"at {path(spec, index)}")
+                note_place(error, spec, index)
                 raise
         return sources
 

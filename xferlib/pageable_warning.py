@@ -16,7 +16,7 @@ from xferlib.errors import SynchronousTransferWarning
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.host import HostLeaf
 from xferlib.memory.pinned_pool import pinned_or_pending
-from xferlib.tree import Spec, path
+from xferlib.tree import Spec, note_place
 from xferlib.words import in_words
 
 __all__ = ["WARN_FROM_NBYTES", "PageableWarning"]
@@ -83,7 +83,7 @@ def _refusal(array: Array, spec: Spec | None, index: int, into: bool) -> ValueEr
         f"{array.shape}: {_reason(array.flags.c_contiguous, into)}"
     )
     if spec is not None:
-        error.add_note(f"at {path(spec, index)}")
+        note_place(error, spec, index)
     return error
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Trees",
     "check_structure",
     "is_record",
+    "note_place",
     "path",
     "rides_along",
     "trees_of",
@@ -281,6 +282,12 @@ def path(spec: Spec, index: int) -> str:
         spec, riders = spec
         index = [number for number in range(spec.num_leaves) if number not in riders][index]
     return _place(spec, index)
+
+
+def note_place(error: Exception, spec: Spec, index: int) -> None:
+    """Note with an error where in a tree the array stands. One that is no tree's needs no note."""
+    if spec is not None:
+        error.add_note(f"at {path(spec, index)}")
 
 
 def _place(spec: optree.PyTreeSpec, index: int) -> str:

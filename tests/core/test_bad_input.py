@@ -43,8 +43,9 @@ NO_SOURCES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("leaf", "words"), NO_SOURCES)
 def test_what_cannot_be_put_is_a_type_error(stager: xferlib.Stager, leaf: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(TypeError, match=words) as caught:
         stager.put(leaf)
+    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.parametrize(("leaf", "words"), [(leaf, words) for leaf, words in NO_SOURCES if not isinstance(leaf, str | int)])
@@ -373,6 +374,6 @@ def test_a_stream_is_checked_as_a_transfer_would() -> None:
 def test_what_the_backend_would_read_and_has_no_dtype_is_refused_by_name() -> None:
     with (
         xferlib.stager(tampered(as_source=lambda array, stream=None: None)) as stager,
-        pytest.raises(TypeError, match=r"expected a device array of backend 'host', got .*\.Foreign\n"),
+        pytest.raises(TypeError, match=r"expected a device array of backend 'host', got .*\.Foreign$"),
     ):
         stager.get(Foreign())

@@ -25,7 +25,7 @@ from xferlib.memory.arrays import Array, address_of
 from xferlib.protocol import HostStager
 from xferlib.stager import Stager
 from xferlib.transfer import Transfer
-from xferlib.tree import ShapeDtype, path, trees_of
+from xferlib.tree import ShapeDtype, note_place, trees_of
 
 __all__ = ["ShardedArrays", "ShardedReader"]
 
@@ -100,7 +100,7 @@ class ShardedReader:
                     found[-1].append((id(stager), len(of_stager[id(stager)]), start))
                     of_stager[id(stager)].append(array)
             except (TypeError, ValueError) as error:
-                error.add_note(f"at {path(self.spec, index)}")
+                note_place(error, self.spec, index)
                 raise
         self.described: list[ShapeDtype] = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.described]

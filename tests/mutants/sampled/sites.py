@@ -65,7 +65,7 @@ ALIKE_ONLY_BY_NAME = {"isinstance", "issubclass", "getattr", "setattr", "hasattr
 SYMMETRIC = {"assert_same", "same"}
 """Whose arguments only change places in a message."""
 DECLARES = {"TypeVar", "ParamSpec", "NewType", "getLogger"}
-WARNS = {"warn", "warn_explicit", "add_note", "debug", "info", "warning"}
+WARNS = {"warn", "warn_explicit", "add_note", "note_place", "debug", "info", "warning"}
 UNWRAPPED = {"sorted", "set", "tuple", "list", "dict", "iter", "reversed", "abs", "bool"}
 
 

@@ -28,7 +28,7 @@ MUTANTS = [
     (REGIONS, "            turn.end_if_long()\n", ""),
     (REGIONS, "    if first < head * own:\n", "    if False:\n"),
     (REGIONS, "    if tail * own < last:\n", "    if False:\n"),
-    (SHARDED, '                error.add_note(f"at {path(self.spec, index)}")\n', ""),
+    (SHARDED, "                note_place(error, self.spec, index)\n", ""),
     (SHARDED, "            self.close()\n            raise", "            raise"),
     (SHARDED, "self.snapshot = all(", "self.snapshot = any("),
     (SHARDED, "stager.reader(arrays[id(stager)], snapshot=snapshot)", "stager.reader(arrays[id(stager)])"),
