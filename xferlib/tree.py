@@ -73,7 +73,7 @@ SHOWN = 16
 FLAT_SHAPES = 256
 """How many shapes of trees without nests are remembered."""
 RIDERS = (str, bytes, int, float, complex, date, time, timedelta, Decimal, Fraction, Enum, PurePath, UUID, Host)
-"""Types that are no arrays. NumPy's own numbers are arrays, though some of them are Python's numbers as well."""
+"""Types that are no arrays. NumPy's own numbers are arrays, though some of them are Python's numbers as well; its text is text."""
 
 
 class Mixed(NamedTuple):
@@ -243,7 +243,7 @@ def trees_of(backend: HostStager[Any]) -> Trees:
 
 def rides_along(kind: type) -> bool:
     """Tell whether leaves of a type stay where they are in a tree that is put or got."""
-    return issubclass(kind, RIDERS) and not issubclass(kind, np.generic)
+    return issubclass(kind, RIDERS) and not issubclass(kind, np.number)
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:

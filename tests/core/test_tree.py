@@ -94,6 +94,8 @@ def test_trees_come_back_as_they_were(tree: Any, count: int) -> None:
 RIDERS: tuple[Any, ...] = (
     "name",
     b"bytes",
+    np.str_("name"),
+    np.bytes_(b"bytes"),
     7,
     True,
     1.5,
@@ -124,7 +126,7 @@ def test_what_is_no_array_rides_along(rider: Any) -> None:
 
 @pytest.mark.parametrize(
     "leaf",
-    [np.float64(1), np.str_("x"), np.bytes_(b"x"), np.int32(1), memoryview(b"x"), bytearray(b"x"), {1}, object(), array.array("b")],
+    [np.float64(1), np.bool_(True), np.int32(1), memoryview(b"x"), bytearray(b"x"), {1}, object(), array.array("b")],
     ids=repr,
 )
 def test_what_is_an_array_or_may_hold_one_does_not_ride_along(leaf: Any) -> None:

@@ -23,7 +23,7 @@ import xferlib_host
 import xferlib
 from tests.core.fakes import run_python, succeeds
 from tests.core.points import interrupted_at
-from xferlib.tracing import chrome
+from xferlib.tracing import chrome, picture
 from xferlib.tracing.atomic import atomic_text
 from xferlib.tracing.events import CPU, HOST, Event, Recording
 from xferlib.tracing.log import LOG, is_program
@@ -205,6 +205,20 @@ def test_a_picture_is_drawn(stager: xferlib.Stager, tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     traced.png(tmp_path / "run.svg")
     assert "no kernel was recorded" in (tmp_path / "run.svg").read_text()
+
+
+def test_a_picture_shows_what_is_narrower_than_a_pixel(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    second, count = 1_000_000_000, 37
+    starts = [second * number // count for number in range(count)]
+    # A few hundredths to a third of a pixel.
+    ranges = tuple(Event("range", "step", start, start + 20_000 + 5_000 * number) for number, start in enumerate(starts))
+    picture.write(Recording(events=ranges, start=0, end=second), tmp_path / "run.png")
+    pixels = image.imread(tmp_path / "run.png")[:, :, :3]
+    colour = np.array([int(picture.COLORS["range"][digit : digit + 2], 16) for digit in (1, 3, 5)]) / 255
+    near = np.abs(pixels - colour).max(axis=2) < 0.1
+    row = near[np.argmax([np.count_nonzero(np.diff(line.astype(int)) == 1) for line in near])]
+    assert np.count_nonzero(np.diff(row.astype(int)) == 1) == count
 
 
 def test_a_picture_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

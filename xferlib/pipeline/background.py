@@ -63,7 +63,7 @@ class BackgroundIterator(Generic[T]):
         self._shared: SourceThread[T] = SourceThread(depth, (source, start, before_next), begun_at=call_site())
         # The finalizer is the queue's own `put`: it tells the thread, and does nothing else.
         self._shared.owner = weakref.ref(self, self._shared.inbox.put)
-        self._spent = False
+        self._spent = self._left = False
         name = f"{name}-{next(_numbers)}"
         self._shared.thread = self._thread = threading.Thread(target=run, args=(self._shared,), name=name, daemon=True)
         live.add(self._shared)
@@ -89,6 +89,11 @@ class BackgroundIterator(Generic[T]):
     def ready(self) -> bool:
         """Whether `take` would return, or raise, at once."""
         return self._shared.may_take()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the source has given anything, or has raised."""
+        return self._shared.begun
 
     @property
     def spent(self) -> bool:
@@ -149,16 +154,18 @@ class BackgroundIterator(Generic[T]):
         """End the thread and drop what was started and not taken. Twice is fine; any thread.
 
         A source inside its own `next` cannot be interrupted: after two seconds it is left to a thread that ends when it comes back,
-        with a `ResourceWarning`.
+        with a `ResourceWarning`. Whoever closes it again meanwhile waits no more.
         """
         shared = self._shared
         shared.stop()
-        if not self._join() and shared.clock.phase == "source":
-            user_line().warn(
-                f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
-                "Its thread ends when it does",
-                ResourceWarning,
-            )
+        if not (self._left and shared.clock.phase == "source") and not self._join():
+            self._left = True
+            if shared.clock.phase == "source":
+                user_line().warn(
+                    f"the source of {self._thread.name!r} did not come back within {CLOSE_SECONDS} seconds. "
+                    "Its thread ends when it does",
+                    ResourceWarning,
+                )
         shared.items.clear()
 
     def _refuse_closed(self) -> None:

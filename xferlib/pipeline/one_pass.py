@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from xferlib.callers import user_line
 
-__all__ = ["OnePass", "capped_depth", "known_length", "steps", "warn_of_ended"]
+__all__ = ["OnePass", "capped_depth", "known_length", "steps", "warn_of_ended", "words_if_empty"]
 
 T = TypeVar("T")
 
@@ -77,4 +77,19 @@ def warn_of_ended(source: object, name: str) -> None:
     user_line().warn(
         f"{name}: this generator has ended, and the loop gets nothing from it. Make a new one for each loop, and so for each "
         f"epoch{advice}"
+    )
+
+
+def words_if_empty(source: object, name: str) -> str | None:
+    """Return what to say of an iterator that turns out to give nothing, as one does that an earlier loop has taken all from. None:
+    a source that begins anew, or that says that it has none.
+
+    `name`: the argument.
+    """
+    # Of a generator it was known beforehand.
+    if not isinstance(source, Iterator) or isinstance(source, GeneratorType) or known_length(source) is not None:
+        return None
+    return (
+        f"{name}: this {type(source).__qualname__} gave nothing. If an earlier loop has taken all that it had, make a new one for "
+        "each loop, and so for each epoch"
     )

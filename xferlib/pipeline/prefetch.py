@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, final, overload
 import numpy as np
 
 from xferlib.callers import user_line
-from xferlib.checks import check_iterable, uncopied, whole_number
+from xferlib.checks import check_iterable, flag, uncopied, whole_number
 from xferlib.errors import AllocationError, ClosedError, XferError
 from xferlib.latch import is_over
 from xferlib.memory.arrays import Array, address_of
@@ -24,7 +24,7 @@ from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.completion import Completion, completion_of
 from xferlib.pipeline.failed import STAGER_CLOSED
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
-from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended
+from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended, words_if_empty
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -87,7 +87,7 @@ def prefetch(
 
     See `Prefetch` for the iterator. Batches come out typed as by `Stager.put`; those of slots as their `Ring` is.
     Raises `TypeError` and `ValueError`; `CapabilityError` for a stream where none can be named. Its `next` raises
-    `AllocationError`. A generator that has ended is told of by a `RuntimeWarning`.
+    `AllocationError`. A generator that has ended, and another iterator that gives nothing, is told of by a `RuntimeWarning`.
     """
     # It has a default only so that this says where one comes from, and Python does not.
     check_stager(stager, batches)
@@ -164,10 +164,12 @@ class Prefetch(OnePass, Generic[TreeT_co]):
             raise TypeError(
                 f"got {reprlib.repr(puts)}. A Prefetch is what prefetch returns: call xferlib.prefetch(batches, stager)"
             )
+        flag(puts.rewrites, "rewrites")
         self._asked = whole_number(depth, "depth", least=1)
         self._length = length = known_length(batches)
         depth = capped_depth(self._asked, length)
         self._begun_at = user_line()
+        self._if_empty = words_if_empty(batches, "batches")
         self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
@@ -223,7 +225,10 @@ class Prefetch(OnePass, Generic[TreeT_co]):
             self._clock.turn("work")
             return value
         except StopIteration:
+            words, self._if_empty = self._if_empty, None
             self.close()
+            if words is not None and not self._background.begun:
+                self._begun_at.warn(words)
             raise
         except Exception:
             self._clock.turn(None if self._background.closed else "work")

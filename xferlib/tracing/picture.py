@@ -28,6 +28,8 @@ COLORS: Mapping[str, str] = {
     "range": "#b7a35a",
     "gap": "#e3a3a3",
 }
+EDGE_POINTS = 0.6
+"""A pixel."""
 MARKS_ACROSS = 2000
 """What is closer together than this part of the time is drawn as one: it would be less than a pixel."""
 
@@ -50,7 +52,8 @@ def write(recording: Recording, path: Path) -> None:
     for place, (_, _, lane) in enumerate(lanes):
         for kind in dict.fromkeys(mark.kind for mark in lane):
             spans = [(mark.start / 1e6, max(mark.end - mark.start, 1) / 1e6) for mark in lane if mark.kind == kind]
-            axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=COLORS[kind])
+            # With an edge: what is narrower than a pixel would be pale, or not there at all.
+            axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=COLORS[kind], edgecolors=COLORS[kind], linewidths=EDGE_POINTS)
             seen[kind] = COLORS[kind]
     axes.set_yticks(range(len(lanes)), [f"{row.group}: {row.name}" if level == 0 else "" for row, level, _ in lanes], fontsize=8)
     axes.set_ylim(len(lanes) - 0.4 if lanes else 1, -0.6)
