@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xferlib
-from tests.core.fakes import WATCHDOG, Device, Idle, Point, Slab, off_main, on_thread, until
+from tests.core.fakes import WATCHDOG, Device, Idle, Point, Slab, off_main, on_thread, tampered, until
 from xferlib import h2d
 from xferlib import ledger as ledgers
 from xferlib.errors import AllocationError, CapabilityError
@@ -1204,6 +1204,45 @@ def test_idle_blocks_of_one_size_stand_for_none_of_another() -> None:
     blocks.settle_posted()
     assert blocks.lacks([MIB, 2 * MIB, 2 * MIB])
     assert not blocks.lacks([MIB, MIB, 2 * MIB])
+
+
+@pytest.mark.parametrize("nobody_can_use", ["whose readers nobody knows", "that are lost"])
+def test_trees_free_the_blocks_that_nobody_can_use_any_more(nobody_can_use: str) -> None:
+    def retire(streams: Iterable[Stream]) -> None:
+        raise OSError("no event")
+
+    lost = nobody_can_use == "that are lost"
+    backend = tampered(failures=(OSError,), **({"lost": lambda block: True} if lost else {"retire": retire}))
+    with xferlib.stager(backend) as stager:
+        for _ in range(4):
+            got = stager.put([np.zeros(MIB, np.uint8) for _ in range(3)]).result(WATCHDOG)
+            del got
+            # Those of this tree, and not those of the trees before it.
+            assert stager.stats().device_nbytes == 3 * MIB
+
+
+@pytest.mark.parametrize("idle", [0, 1, 3])
+def test_all_blocks_of_a_tree_are_retired_behind_the_stream_that_reads_them(idle: int) -> None:
+    retired: list[list[int]] = []
+
+    def retire(streams: Iterable[Stream]) -> Any:
+        retired.append([stream.handle for stream in streams])
+        return backend.inner.retire([])
+
+    backend = tampered(retire=retire)
+    leaves = [np.zeros(MIB, np.uint8) for _ in range(4)]
+    with xferlib.stager(backend) as stager:
+        before = [stager.put(leaves[0]).result(WATCHDOG) for _ in range(idle)]
+        before.clear()
+        retired.clear()
+        started = stager.put(leaves)
+        started.synchronize()
+        retired.clear()
+        assert started._note_stream is not None
+        started._note_stream(7, Stream(7, "seven"))
+        del started
+        stager.trim()
+        assert retired == [[7]] * len(leaves)
 
 
 def test_a_tree_that_does_not_fit_gives_back_the_blocks_it_has() -> None:

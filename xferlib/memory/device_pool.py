@@ -120,9 +120,12 @@ class DevicePool(Table):
         self._step(bool)
 
     def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
-        """Lease blocks as `lease` does, up to the first that something would have to be waited for."""
+        """Lease blocks as `lease` does, up to the first that something would have to be waited for. On a thread that no interrupt
+        comes to."""
         # As in `_find`.
         reap_all()
+        if self._doomed:
+            self._free_doomed()
         leases: list[Lease] = []
         for size in map(size_class, sizes):
             number = self._count()
