@@ -86,11 +86,6 @@ class Stuck:
     inside: str
     freed: bool
 
-    @property
-    def is_unseen(self) -> bool:
-        """Whether it waited for held work, and no call of CUDA says so."""
-        return self.call is None and self.freed
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from xferlib.checks import whole_number
 from xferlib.errors import UndecidedError, add_note
 from xferlib.gates import Gate
 from xferlib.overlap.callbacks import CallRecording, recorded
-from xferlib.overlap.calls import DIRECTIONS, Baseline, CopyDirection, CudaCall, HeldSteps, Site
+from xferlib.overlap.calls import DIRECTIONS, Baseline, CopyDirection, CudaCall, HeldSteps
 from xferlib.overlap.hold import ENOUGH, REST_SECONDS, LoopHold, Rehearsal
 from xferlib.overlap.libcuda import Driver, DriverError, NoGpuError
 from xferlib.overlap.verdict import judge
@@ -153,8 +153,6 @@ class _Watch:
         self._smallest = smallest
         self._slowest = 0.0
         self._first = 0
-        self._waits: set[Site] = set()
-        """Lines, outside all calls of CUDA, where the loop was seen to wait for held work, and to go on with it, time and again."""
 
     @property
     def calls(self) -> list[CudaCall]:
@@ -242,10 +240,8 @@ class _Watch:
         """Run steps while the compute, or the copies of a direction, are held from their first on."""
         held = self._hold(what, baseline)
         # No call of CUDA says what the loop waited for: it may have been a slow disk, once. A wait for held work comes again.
-        if held.stuck is not None and held.stuck.is_unseen and held.stuck.site not in self._waits:
+        if held.stuck is not None and held.stuck.call is None and held.stuck.freed:
             held = self._hold(what, baseline)
-            if held.stuck is not None and held.stuck.is_unseen and held.stuck.site is not None:
-                self._waits.add(held.stuck.site)
         return held
 
     def _hold(self, what: Literal["compute", "h2d", "d2h"], baseline: Baseline) -> HeldSteps:
