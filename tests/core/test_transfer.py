@@ -95,6 +95,18 @@ def test_the_failure_of_a_copy_says_more_than_that_of_making_its_arrays() -> Non
             _ = started.value
 
 
+@pytest.mark.parametrize("refusal", [xferlib.TransferError, xferlib.CapabilityError])
+def test_who_makes_arrays_refuses_in_its_own_words(refusal: type[Exception]) -> None:
+    def make() -> None:
+        raise refusal("Put it again")
+
+    started: Transfer = Transfer(LazyValue(make), Point(reached=True), (Exception,), False)
+    for _ in range(2):
+        with pytest.raises(refusal, match="^Put it again$"):
+            _ = started.value
+    assert started.done()
+
+
 def test_what_is_not_a_failure_of_the_framework_passes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         transfer(Point(error=ZeroDivisionError())).done()

@@ -233,6 +233,29 @@ def test_a_source_that_is_slow_once_is_no_finding(device: Played) -> None:
     xferlib.assert_overlaps(step)
 
 
+def test_a_source_that_is_slow_once_where_the_loop_also_waits_for_compute_is_no_finding(device: Played) -> None:
+    """It never has more than one step ahead, and its results are copied beside the compute of the next step."""
+    count, opened = itertools.count(1), threading.Event()
+    ready = [threading.Event() for _ in range(60)]
+    ready[0].set()
+
+    def step() -> None:
+        n = next(count)
+        device.wait_event(n - 1, COPIES)
+        device.copy("d2h", address=n % 2)
+        # Three each of warm-up, baseline, rehearsal, and two holds of compute.
+        slow = n == 16
+        if slow:
+            device.streams[COPIES].submit(opened.set)
+        # On one line. Under the hold of the copies the source delivers as the gate is opened.
+        (opened if slow else ready[n - 1]).wait(60)
+        device.launch(work=ready[n].set)
+        device.record_event(n, COMPUTE)
+
+    xferlib.assert_overlaps(step)
+    assert opened.is_set()
+
+
 class Missed:
     """Calls that were not seen, as a recording tells of them."""
 
