@@ -125,6 +125,8 @@ def run(
             try:
                 measured = _measure(turn, case, budget, file, at_once=resume)
             except Corrupted as error:
+                if file is not None:
+                    records.forget(file, [record for record in table.values() if record["case"] == case.name])
                 print(f"case {case.name!r} failed: {error}", file=sys.stderr)
                 return 1
             table |= {records.key(record): record for record in measured}

@@ -26,6 +26,7 @@ from benchmarks.cases import CASES
 from benchmarks.devices import open_device
 from benchmarks.harness import BRIEF, FULL, Absences
 from benchmarks.records import Record
+from benchmarks.ways import Corrupted
 
 CLOCK = [0.0]
 
@@ -73,10 +74,11 @@ def test_what_is_left_at_the_end_goes_to_those_that_had_too_little_and_can_go_on
         assert budget.is_over(each, 2)
     budget.begin(quick)
     assert not budget.is_over(quick, 1)
-    assert budget.turn_again() == [one, other]
+    again = budget.turn_again()
     assert budget.ended == ["stiff after 2 rows"]
     # 40 s are left for both.
     assert budget.begin(one) == 10
+    assert again == [one, other]
     CLOCK[0] += 26
     assert budget.is_over(one, 3)
     assert budget.ended == ["stiff after 2 rows", "one after 5 rows"]
@@ -171,6 +173,25 @@ def test_a_case_that_had_too_little_time_gets_what_others_leave(tmp_path: Path, 
     assert command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file)) == 0
     wanted = [records.key(one) for one in islice(whole.run(_bench()), 6)]
     assert [records.key(one) for one in records.read(file) if one["case"] == "overhead"] == sorted(wanted)
+
+
+def test_wrong_bytes_in_the_second_turn_of_a_case_take_its_rows_of_the_first_out_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = CASES["overhead"]
+
+    def rows(bench: Bench) -> Iterator[Record]:
+        if bench.done:
+            raise Corrupted("wrong")
+        for record in whole.run(bench):
+            yield record
+            CLOCK[0] += 16
+
+    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
+    cases = [Case(name="overhead", summary="", run=rows, seconds=10, resumes=True), replace(CASES["leaves"], seconds=10)]
+    file = tmp_path / "records.json"
+    assert command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file)) == 1
+    assert {one["case"] for one in records.read(file)} == {"leaves"}
 
 
 @pytest.mark.parametrize("whole", [0, 2])

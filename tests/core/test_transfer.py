@@ -102,7 +102,7 @@ def test_who_makes_arrays_refuses_in_its_own_words(refusal: type[Exception]) -> 
 
     started: Transfer = Transfer(LazyValue(make), Point(reached=True), (Exception,), False)
     for _ in range(2):
-        with pytest.raises(refusal, match="^Put it again$"):
+        with pytest.raises(refusal, match=r"^Put it again$"):
             _ = started.value
     assert started.done()
 
