@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import sys
@@ -236,6 +237,12 @@ def test_where_there_is_no_limit_no_row_is_cut() -> None:
         else:
             with pytest.raises(OutOfTime):
                 budget.between_rounds()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_leaves_out_what_is_done_goes_on_at_the_end(name: str) -> None:
+    case = CASES[name]
+    assert case.resumes == ("bench.done" in inspect.getsource(sys.modules[case.run.__module__]))
 
 
 @pytest.mark.parametrize("name", CASES)

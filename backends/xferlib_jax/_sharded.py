@@ -261,11 +261,17 @@ def start(
 ) -> dict[Device, xferlib.Transfer]:
     """Start copying to each device what it pulls. If one cannot be started, those before it are done before that is raised."""
     transfers: dict[Device, xferlib.Transfer] = {}
+    last: xferlib.Stager | None = None
     try:
         for device, arrays in views.items():
-            transfers[device] = stagers[device].put(arrays, borrow=borrow)
-    except BaseException:
+            last = stagers[device]
+            transfers[device] = last.put(arrays, borrow=borrow)
+    except BaseException as error:
         wait_for_all(transfers.values())
+        if last is not None and not isinstance(error, Exception):
+            # An interrupt may have come between the start of a transfer and its entry.
+            with suppress(XferError):
+                last.idle()
         raise
     return transfers
 

@@ -163,6 +163,7 @@ def slow_puts(monkeypatch: pytest.MonkeyPatch, before: Callable[[Stager], object
     put = Stager.put
 
     def told(stager: Stager, tree: Any, **options: Any) -> Any:
+        assert options == {"borrow": True}
         before(stager)
         return put(stager, tree, **options)
 
@@ -254,6 +255,42 @@ def test_an_interrupt_waits_for_puts_that_have_begun(
         signal.signal(signal.SIGUSR1, before)
     assert ended == [stagers[5]]
     assert not any(stager._ledger.h2d.busy for stager in stagers)
+
+
+def test_an_interrupt_behind_a_put_that_is_not_entered_yet_waits_for_it(
+    path: Path, stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # From now on they have memory, and are put to in turn.
+    xferlib_jax.load(path, RULES, stagers=stagers)
+    put, idle, copy_h2d = Stager.put, Stager.idle, stagers[5].backend.copy_h2d
+    gate = threading.Event()
+    lost: list[Any] = []
+
+    def interrupted(stager: Stager, tree: Any, **options: Any) -> Any:
+        transfer = put(stager, tree, **options)
+        if stager is stagers[5]:
+            lost.append(transfer)
+            raise KeyboardInterrupt
+        return transfer
+
+    def copies_late(*arguments: Any) -> None:
+        assert gate.wait(20)
+        copy_h2d(*arguments)
+
+    def lets_go(stager: Stager) -> None:
+        gate.set()
+        idle(stager)
+
+    monkeypatch.setattr(Stager, "put", interrupted)
+    monkeypatch.setattr(Stager, "idle", lets_go)
+    monkeypatch.setattr(stagers[5].backend, "copy_h2d", copies_late)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            xferlib_jax.load(path, RULES, stagers=stagers)
+        assert gate.is_set()
+        assert lost[0].done()
+    finally:
+        gate.set()
 
 
 def test_a_pattern_without_effect_is_refused_before_anything_is_put(path: Path, stagers: tuple[Stager, ...]) -> None:
