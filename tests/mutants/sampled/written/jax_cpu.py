@@ -96,9 +96,10 @@ MUTANTS = [
     ),
     (
         SHARDED,
-        "    except BaseException:\n        wait_for_all(transfers.values())\n        raise",
-        "    except BaseException:\n        raise",
+        "    except BaseException as error:\n        wait_for_all(transfers.values())\n",
+        "    except BaseException as error:\n",
     ),
+    (SHARDED, "                last.idle()\n", "                pass\n"),
     (SHARDED, "            ended.wait()\n        wait_for_all(transfers.values())\n", "            ended.wait()\n"),
     (SHARDED, "            ended.wait()\n", "            pass\n"),
     (
