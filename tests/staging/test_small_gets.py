@@ -412,20 +412,21 @@ def test_memory_whose_file_was_cut_off_is_said_by_the_transfer(stager: xferlib.S
             transfer.synchronize()
 
 
-def test_what_is_refused_is_refused_by_its_place(stager: xferlib.Stager) -> None:
-    with pytest.raises(TypeError) as refused:
+def test_what_is_refused_is_refused_in_its_own_words(stager: xferlib.Stager) -> None:
+    with pytest.raises(TypeError, match="without a mask") as refused:
         stager.get(np.ma.masked_array(ramp(64)), out=np.zeros(64, np.uint8))
-    assert any("at" in note for note in refused.value.__notes__)
+    # It stands in no tree.
+    assert not hasattr(refused.value, "__notes__")
 
 
-def test_what_the_backend_refuses_is_refused_by_its_place(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_backend_refuses_is_refused_in_its_own_words(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> Any:
         raise ValueError("of another device")
 
     monkeypatch.setattr(stager.backend, "place", refuse)
     with pytest.raises(ValueError, match="of another device") as refused:
         stager.get(ramp(64), out=np.zeros(64, np.uint8))
-    assert refused.value.__notes__
+    assert not hasattr(refused.value, "__notes__")
 
 
 def test_while_the_engine_has_no_chunk_it_takes_all_and_gets_one(stager: xferlib.Stager, jobs: list[Any]) -> None:

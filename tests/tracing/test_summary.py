@@ -177,6 +177,9 @@ def test_without_kernels_it_says_so() -> None:
     summary = summarize(recording(copy(0, 4)))
     assert summary.devices[0].h2d.hidden == 0.0
     assert "no kernel was recorded" in str(summary)
+    # Nor of a share that would look like a fault.
+    assert "under kernels" not in str(summary)
+    assert "0% of that under kernels" in str(summarize(recording(copy(0, 4), kernel(4, 5))))
 
 
 def test_of_nothing_it_says_so() -> None:

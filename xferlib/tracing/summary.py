@@ -138,7 +138,7 @@ class Summary:
                 f"{device.name}: {device.seconds:.3f} s from first to last; {counted(device.kernels, 'kernel')} in "
                 f"{_time(device.compute_seconds)} ({_share(device.compute_seconds, device.seconds)})"
             )
-            lines.extend(f"  {_link_words(link)}" for link in (device.h2d, device.d2h) if link.copies)
+            lines.extend(f"  {_link_words(link, device.kernels)}" for link in (device.h2d, device.d2h) if link.copies)
             if device.kernels:
                 idle = sum([gaps.seconds for gaps in device.gaps])
                 lines.append(f"  compute stood still for {_time(idle)} ({_share(idle, device.seconds)}) between its kernels")
@@ -262,11 +262,13 @@ def _pageable(events: Iterable[Event]) -> tuple[Pageable, ...]:
     return tuple(sorted(found, key=lambda group: -group.nbytes))
 
 
-def _link_words(link: Link) -> str:
+def _link_words(link: Link, kernels: int) -> str:
+    # Where none was recorded, a share would look like a fault.
+    under = f"; {link.hidden:.0%} of that under kernels" if kernels else ""
     pageable = f", {link.pageable_nbytes / link.nbytes:.0%} of it pageable" if link.pageable_nbytes else ""
     return (
         f"{counted(link.copies, 'copy', 'copies')} {_TO[link.direction]}, {in_words(link.nbytes)}{pageable}: under way for "
-        f"{_time(link.seconds)} ({link.use:.0%}) at {link.gb_per_second:.1f} GB/s; {link.hidden:.0%} of that under kernels"
+        f"{_time(link.seconds)} ({link.use:.0%}) at {link.gb_per_second:.1f} GB/s{under}"
     )
 
 
