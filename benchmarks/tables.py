@@ -45,9 +45,9 @@ class Results:
         """Return a record. Raises `KeyError`, with what was asked for, where nobody has measured it."""
         return self._records[case, backend, direction, nbytes, label]
 
-    def has(self, case: str, backend: str, direction: str, nbytes: int, label: str) -> bool:
-        """Tell whether it was measured: a brief run may end before it comes to the last rows of a case."""
-        return (case, backend, direction, nbytes, label) in self._records
+    def find(self, case: str, backend: str, direction: str, nbytes: int, label: str) -> Record | None:
+        """Return a record, if it was measured: a brief run may end before it comes to the last rows of a case."""
+        return self._records.get((case, backend, direction, nbytes, label))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,10 +149,10 @@ def loops(results: Results) -> Table:
     def row(words: str, backend: str, direction: str, label: str) -> list[str]:
         cells = [words]
         for nbytes in sizes:
-            if not results.has("sizes", backend, direction, nbytes, label):
+            record = results.find("sizes", backend, direction, nbytes, label)
+            if record is None:
                 cells.append(NOT_MEASURED)
                 continue
-            record = results.one("sizes", backend, direction, nbytes, label)
             limit = nbytes / record["limit_gbps"] / 1e9
             peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
             cells.append(f"{1 / record['of_limit']:.2f}; {short(seconds / limit)} {peer}")
@@ -219,8 +219,8 @@ def steps(results: Results) -> Table:
 
 def loaders(results: Results) -> Table:
     def written(label: str, write: Callable[[Record], str]) -> str:
-        keys: list[Key] = [("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
-        return " / ".join(write(results.one(*one)) if results.has(*one) else NOT_MEASURED for one in keys)
+        found = [results.find("loaders", "jax", "h2d", nbytes, f"transfer-bound, {label}") for nbytes in (256 * MIB, 64 * MIB)]
+        return " / ".join(NOT_MEASURED if one is None else write(one) for one in found)
 
     def ours(words: str, label: str) -> list[str]:
         return [
@@ -280,26 +280,22 @@ def calls(results: Results) -> Table:
     def rows(words: str, direction: str, label: str) -> list[list[str]]:
         ours, best = [words], ["best peer"]
         for nbytes in sizes:
-            if not results.has("sizes", "cupy", direction, nbytes, label):
+            record = results.find("sizes", "cupy", direction, nbytes, label)
+            if record is None:
                 ours.append(NOT_MEASURED)
                 best.append("")
                 continue
-            record = results.one("sizes", "cupy", direction, nbytes, label)
             peer, seconds = min(record["peers_seconds"].items(), key=lambda item: item[1])
             mine = record["seconds"]["median"]
             ours.append(f"**{us(mine)}**" if mine < seconds else us(mine))
             best.append(f"{f'**{us(seconds)}**' if seconds <= mine else us(seconds)} {peer}")
         return [ours, best]
 
-    def asarray(nbytes: int) -> str:
-        if not results.has("sizes", "cupy", "h2d", nbytes, "call"):
-            return ""
-        return us(results.one("sizes", "cupy", "h2d", nbytes, "call")["peers_seconds"]["cupy asarray"])
-
+    puts = [results.find("sizes", "cupy", "h2d", nbytes, "call") for nbytes in sizes]
     return [
         ["us, default arguments, CuPy", "64 KiB", "1 MiB", "16 MiB", "64 MiB"],
         *rows("`put(array)`, pageable", "h2d", "call"),
-        ["`cupy.asarray`", *map(asarray, sizes)],
+        ["`cupy.asarray`", *("" if one is None else us(one["peers_seconds"]["cupy asarray"]) for one in puts)],
         *rows("`get(array).result()`", "d2h", "call"),
         *rows("`get(array, out=pageable)`", "d2h", "call, out="),
     ]

@@ -6,7 +6,7 @@ import inspect
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -158,20 +158,24 @@ def test_a_run_that_is_out_of_time_ends_with_its_row_and_says_so(
     assert f"written: {file}" in shown.err
 
 
+def turns_of(rows: Callable[[Bench], Iterator[Record]], file: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a case, which has half a minute, and another one that leaves it the other half; return the exit status."""
+    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
+    cases = [Case(name="overhead", summary="", run=rows, seconds=10, resumes=True), replace(CASES["leaves"], seconds=10)]
+    return command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file))
+
+
 def test_a_case_that_had_too_little_time_gets_what_others_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CASES["overhead"]
 
     def rows(bench: Bench) -> Iterator[Record]:
-        # The first time it has half a minute.
         for record in whole.run(bench):
             if records.key(record) not in bench.done:
                 yield record
                 CLOCK[0] += 16
 
-    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
-    cases = [Case(name="overhead", summary="", run=rows, seconds=10, resumes=True), replace(CASES["leaves"], seconds=10)]
     file = tmp_path / "records.json"
-    assert command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file)) == 0
+    assert turns_of(rows, file, monkeypatch) == 0
     wanted = [records.key(one) for one in islice(whole.run(_bench()), 6)]
     assert [records.key(one) for one in records.read(file) if one["case"] == "overhead"] == sorted(wanted)
 
@@ -179,19 +183,15 @@ def test_a_case_that_had_too_little_time_gets_what_others_leave(tmp_path: Path, 
 def test_wrong_bytes_in_the_second_turn_of_a_case_take_its_rows_of_the_first_out_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = CASES["overhead"]
-
     def rows(bench: Bench) -> Iterator[Record]:
         if bench.done:
             raise Corrupted("wrong")
-        for record in whole.run(bench):
+        for record in CASES["overhead"].run(bench):
             yield record
             CLOCK[0] += 16
 
-    monkeypatch.setattr(command, "Budget", partial(Budget, clock=now))
-    cases = [Case(name="overhead", summary="", run=rows, seconds=10, resumes=True), replace(CASES["leaves"], seconds=10)]
     file = tmp_path / "records.json"
-    assert command.run(partial(xferlib.stager, "host"), open_device("host"), cases, quick=True, minutes=1, json_file=str(file)) == 1
+    assert turns_of(rows, file, monkeypatch) == 1
     assert {one["case"] for one in records.read(file)} == {"leaves"}
 
 
