@@ -185,8 +185,9 @@ def test_close_does_not_wait_for_ever_for_a_source_that_is_stuck(stager: xferlib
         batches.close()
     assert told[0].filename == __file__
     # Such as the end of a `with` block, behind an interrupt: it would wait for nothing.
-    monkeypatch.setattr(background, "CLOSE_SECONDS", 10 * PATIENCE)
-    on_thread(batches.close).result(PATIENCE)
+    with monkeypatch.context() as patches:
+        patches.setattr(background.BackgroundIterator, "_join", lambda _: pytest.fail("it waits again"))
+        batches.close()
     moved = stager.stats().h2d_nbytes
     source.gate.set()
     thread_of(batches).join(PATIENCE)

@@ -366,9 +366,9 @@ AREAS = {
         (*JAX, "tests/jax/test_jax_random_run.py", "tests/frameworks", "tests/mutants/laws", "backends/xferlib_jax/conformance.py"),
         {
             "_unpack.py": ("tests/jax/test_jax_unpack.py",),
-            **{
-                f"_{name}.py": ("tests/jax/test_jax_sharded.py",) for name in ("sharded", "spread", "prefetch", "stagers", "gather")
-            },
+            **{f"_{name}.py": ("tests/jax/test_jax_sharded.py",) for name in ("spread", "prefetch", "stagers", "gather")},
+            "_sharded.py": ("tests/jax/test_jax_sharded.py", "tests/jax/test_jax_files.py"),
+            "_load.py": ("tests/jax/test_jax_files.py",),
             "_save.py": ("tests/jax/test_jax_files.py", "tests/jax/test_jax_finalizers.py"),
         },
         # What only CUDA runs, and the suite's hooks.

@@ -8,6 +8,7 @@ DEVICE, TICKETS, UNINTERRUPTED = "xferlib/memory/device_pool.py", "xferlib/ticke
 TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
+    (DEVICE, "        if self._doomed:\n            self._free_doomed()\n        leases", "        leases"),
     (DEVICE, "return self._counted(self._rows)", "return sum([row.nbytes for row in list(self._rows.values())])"),
     (TABLE, "(self._growing | entered).values()", "[*self._growing.values(), *entered.values()]"),
     (DEVICE, "            if self.settle():\n                watch(self)\n", "            self.settle()\n"),

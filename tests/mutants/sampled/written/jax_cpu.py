@@ -21,17 +21,26 @@ from __future__ import annotations
     CAPSULE,
     COPIES,
     SAVE,
+    LOAD,
 ) = (
     f"backends/xferlib_jax/{name}.py"
     for name in (
         *("_cpu", "_engine", "_promise", "_reading", "_memory", "_arrays", "_sharded", "_spread", "_stagers", "_prefetch"),
-        *("_gather", "_imports", "_unpack", "_capsule", "_copies", "_save"),
+        *("_gather", "_imports", "_unpack", "_capsule", "_copies", "_save", "_load"),
     )
 )
 
 PUTS = "xferlib/h2d.py"
 
 MUTANTS = [
+    (LOAD, "        self._takes = self._taken() != taken\n", "        self._takes = True\n"),
+    (LOAD, "        self._takes = self._taken() != taken\n", "        self._takes = False\n"),
+    (LOAD, "        self._takes = not all(self._taken())\n", "        self._takes = False\n"),
+    (
+        LOAD,
+        "            transfers = start(self._stagers, views, borrow=True)\n",
+        "            transfers = start(self._stagers, views, borrow=False)\n",
+    ),
     (SAVE, "device = min(devices, key=self._nbytes.__getitem__)", "device = devices[0]"),
     (SAVE, "            self._nbytes[device] += _arrays.nbytes_of(shard)\n", ""),
     (SAVE, "hold(devices, keep=True)", "hold(devices, keep=False)"),

@@ -23,6 +23,11 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, R
 )
 
 MUTANTS = [
+    (PREFETCH, "if words is not None and not self._background.begun:", "if words is not None:"),
+    (PREFETCH, "if words is not None and not self._background.begun:", "if False:"),
+    (PREFETCH, '        flag(puts.rewrites, "rewrites")\n', ""),
+    (BACKGROUND, 'if not (self._left and shared.clock.phase == "source") and not self._join():', "if not self._join():"),
+    (BACKGROUND, 'if not (self._left and shared.clock.phase == "source") and not self._join():', "if False:"),
     (HOST, "return {name: tree[name] for name in wanted}", "return tree"),
     (HOST, "CapabilityError, ClosedError, BackendUnavailableError):", "CapabilityError):"),
     (HOST, "                reading.wait()\n", "                pass\n"),

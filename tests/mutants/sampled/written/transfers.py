@@ -9,6 +9,9 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 )
 
 MUTANTS = [
+    (TRANSFER, "                self.done()\n                raise TransferError(f", "                raise TransferError(f"),
+    (TRANSFER, "except (CapabilityError, TransferError):", "except CapabilityError:"),
+    (PUTS, "            self._blocks.settle_posted()\n            leases +=", "            leases +="),
     (
         "xferlib/staging/pageable.py",
         "copies[-1], total, overwritten, target, pinned)",

@@ -10,6 +10,11 @@ RUN, RING, SLOTS, POOL, WORKER, PROCESS, LAYOUT, MEMORY = (
 )
 
 MUTANTS = [
+    (
+        RUN,
+        "        if isinstance(self._ended, StopIteration):\n            raise ClosedError(",
+        "        if False:\n            raise ClosedError(",
+    ),
     (RUN, "        self._again.sort(key=lambda task: task.number)\n", ""),
     (RUN, "        if tries <= self._retries:", "        if tries < self._retries:"),
     (RUN, "            self._slots.keep_only(self._pool.taken())\n", ""),
