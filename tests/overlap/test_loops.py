@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -256,6 +257,29 @@ def test_a_source_that_is_slow_once_where_the_loop_also_waits_for_compute_is_no_
     assert opened.is_set()
 
 
+def test_a_copy_of_the_warm_up_that_comes_late_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a thread that runs ahead of the loop had no turn: the first step of the baseline copies more than the others."""
+    inner, count = overlapping(device), itertools.count(1)
+
+    def step() -> None:
+        if next(count) == 4:
+            device.copy("h2d", address=7)
+        inner()
+
+    slept, sleep = [], time.sleep
+
+    def noted(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted)
+    xferlib.assert_overlaps(step)
+    # Three each of warm-up, two baselines, rehearsal, and holds of compute and of copies.
+    assert next(count) == 19
+    # The second time, others get a longer turn behind each step.
+    assert slept.count(loops.BASELINE_RESTS[1]) >= 3
+
+
 class Missed:
     """Calls that were not seen, as a recording tells of them."""
 
@@ -359,7 +383,7 @@ def test_a_loop_that_ends_is_no_verdict_and_it_says_how_many_steps_are_needed(de
         next(batches)
         inner()
 
-    with pytest.raises(xferlib.UndecidedError, match=rf"ended after {count} steps, and up to 33 are run: .* itertools\.cycle"):
+    with pytest.raises(xferlib.UndecidedError, match=rf"ended after {count} steps, and up to 36 are run: .* itertools\.cycle"):
         xferlib.assert_overlaps(step)
 
 
@@ -395,5 +419,5 @@ def test_without_a_gpu_a_loop_that_runs_no_step_or_ends_is_told_so() -> None:
 
     with pytest.raises(TypeError, match="to call it runs no step"):
         xferlib.assert_overlaps(loop)
-    with pytest.raises(xferlib.UndecidedError, match="ended after 1 step, and up to 33 are run"):
+    with pytest.raises(xferlib.UndecidedError, match="ended after 1 step, and up to 36 are run"):
         xferlib.assert_overlaps(loop().__next__)

@@ -24,10 +24,14 @@ from xferlib.words import counted
 __all__ = ["assert_overlaps"]
 
 MOST_REST_SECONDS = 2.0
-STUCK_SECONDS = 1.0
-"""How long nothing may happen under a hold before the waiting is ended. Longer for slow steps."""
+STUCK_SECONDS = 0.75
+"""How long nothing may happen under a hold before the waiting is ended. Longer for slow steps, and half of it in a rehearsal, where
+nothing is judged. A loop whose host waits, which takes all its waiting five times, is to be told so within five seconds."""
 SLOWEST_SECONDS = 2.0
 """Of a step."""
+BASELINE_RESTS = (REST_SECONDS, 0.3)
+"""Seconds of rest behind each step of a baseline. The second is run only if the steps of the first were not alike: on busy machines
+a thread that runs ahead of the loop may have had no turn for so long, and made its copies a step later."""
 MOST_REHEARSALS = 3
 """Each but the first only because the one before took memory: the next shows whether it was enough."""
 MOST_HOLDS = 2
@@ -40,11 +44,11 @@ def assert_overlaps(
     """Assert that the copies of a loop run beside its compute. Needs an NVIDIA GPU and CUPTI; works for loops of any framework.
 
     `step` runs one step of the loop and returns without waiting for it, as a training loop does: it launches work and starts the
-    copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a baseline, as often again with
-    all work held (up to three times, until pools of memory have grown), with the compute held, with the copies to the device held,
-    and with those to the host held: up to 33 times with the defaults, so let its source begin anew when it ends. What is compiled,
-    allocated or page-locked in each step after the warm-up counts as part of the loop. Steps must copy the same number of bytes.
-    Copies below `nbytes` bytes are looked at as causes, but need not overlap.
+    copies that belong to it. It is called on this thread, `warmup` times and then `steps` times for a baseline (twice, if these
+    copied different amounts), as often again with all work held (up to three times, until pools of memory have grown), with the
+    compute held, with the copies to the device held, and with those to the host held: up to 36 times with the defaults, so let its
+    source begin anew when it ends. What is compiled, allocated or page-locked in each step after the warm-up counts as part of the
+    loop. Steps must copy the same number of bytes. Copies below `nbytes` bytes are looked at as causes, but need not overlap.
 
     Work on other devices than `device` is not looked at. Nothing else in the process may use CUPTI meanwhile (profilers do), and
     nothing else should use CUDA. A wait of the loop that would never end is ended from outside after some seconds.
@@ -68,7 +72,7 @@ def assert_overlaps(
     warmup = whole_number(warmup, "warmup", least=1)
     nbytes = whole_number(nbytes, "nbytes", least=1)
     device = whole_number(device, "device", least=0)
-    loop = _UserLoop(step, warmup + steps * (1 + MOST_REHEARSALS + MOST_HOLDS * (1 + len(DIRECTIONS))))
+    loop = _UserLoop(step, warmup + steps * (len(BASELINE_RESTS) + MOST_REHEARSALS + MOST_HOLDS * (1 + len(DIRECTIONS))))
     try:
         driver = Driver(device)
     except NoGpuError as error:
@@ -166,17 +170,23 @@ class _Watch:
         self._recording.forgive()
         # The first wait for a gate loads what it needs.
         self._rest()
-        self._first = len(self._recording.calls)
-        self._recording.step = 0
 
     def baseline(self) -> Baseline:
+        for rest in BASELINE_RESTS:
+            self._first, self._recording.step = len(self._recording.calls), 0
+            found = self._baseline(rest)
+            if all(min(nbytes) == max(nbytes) for nbytes in found.nbytes.values()):
+                break
+        return found
+
+    def _baseline(self, rest: float) -> Baseline:
         recording = self._recording
         for _ in range(self._steps):
             began = time.monotonic()
             self._loop.run_step()
             self._slowest = max(self._slowest, time.monotonic() - began)
             self._check()
-            self._rest()
+            self._rest(rest)
             recording.step += 1
         if self._slowest > SLOWEST_SECONDS:
             raise UndecidedError(
@@ -216,9 +226,9 @@ class _Watch:
         recording = self._recording
         step, start = recording.step, len(recording.calls)
         for _ in range(MOST_REHEARSALS):
-            timeout = self._timeout()
+            timeout = self._timeout() / 2
             # Whether the rehearsal opens it or its watchdog does not matter.
-            gate = Gate(2 * timeout)
+            gate = Gate(4 * timeout)
             self._run(Rehearsal(recording, self._driver, gate, baseline, timeout), gate)
             calls = recording.calls[start:]
             del recording.calls[start:]
@@ -296,15 +306,18 @@ class _Watch:
         if self._recording.missed:
             raise UndecidedError(f"it cannot be told whether the loop overlaps:\n- {self._recording.missed}")
 
-    def _rest(self) -> None:
-        """Wait until the device has nothing to do, and threads that run ahead of the loop have nothing to do either."""
+    def _rest(self, seconds: float = REST_SECONDS) -> None:
+        """Wait until the device has nothing to do, and nobody has called it for so many seconds.
+
+        Then threads that run ahead of the loop have nothing to do either.
+        """
         recording = self._recording
         end = time.monotonic() + MOST_REST_SECONDS
         while True:
             before = len(recording.calls)
             with recording.ours():
                 self._driver.synchronize()
-            time.sleep(REST_SECONDS)
+            time.sleep(seconds)
             if len(recording.calls) == before or time.monotonic() > end:
                 return
 
