@@ -11,7 +11,7 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 MUTANTS = [
     (TRANSFER, "                self.done()\n                raise TransferError(f", "                raise TransferError(f"),
     (TRANSFER, "except (CapabilityError, TransferError):", "except CapabilityError:"),
-    (PUTS, "            self._blocks.settle_posted()\n            leases +=", "            leases +="),
+    (PUTS, "            self._blocks.settle_posted(sizes[-1])\n            leases +=", "            leases +="),
     (
         "xferlib/staging/pageable.py",
         "copies[-1], total, overwritten, target, pinned)",
