@@ -138,6 +138,58 @@ def test_allocations_and_staging_and_other_work_of_the_device() -> None:
     }
 
 
+def test_a_source_that_makes_a_batch_while_its_consumer_waits_is_the_cause_and_of_the_copy_of_that_batch_too() -> None:
+    table = recording(
+        kernel(0, 10),
+        call("source", 2, 15, site="train.py:3"),
+        copy(16, 18, issued=15.5),
+        kernel(18, 20),
+    )
+    assert causes(table) == {("source", "train.py:3"): 7.0, ("host", ""): 1.0}
+    (found,) = summarize(table).findings[:1]
+    assert (found.cause, found.direction, found.count) == ("source", "", 2)
+    assert found.words.startswith("a prefetch waited for its source")
+    assert found.words.endswith("[prefetch at train.py:3]")
+
+
+@pytest.mark.parametrize(
+    ("source", "site", "later"),
+    [
+        # Given before compute had nothing left to do.
+        ((2, 9.9), "train.py:3", {}),
+        # Of another batch, which came when this copy was issued already.
+        ((10, 15.6), "train.py:3", {("source", "train.py:3"): 5.6}),
+        ((10, 15), "train.py:4", {("source", "train.py:4"): 5.0}),
+        ((10, 15), "", {("source", ""): 5.0}),
+    ],
+)
+def test_copies_that_waited_for_no_source_are_late(
+    source: tuple[float, float], site: str, later: dict[tuple[str, str], float]
+) -> None:
+    own = site if site == "" else "train.py:3"
+    table = recording(kernel(0, 10), call("source", *source, site=site), copy(16, 18, issued=15.5, site=own), kernel(18, 20))
+    found = causes(table)
+    assert found.pop(("late", own)) == 2.0
+    found.pop(("host", ""))
+    assert found == later
+
+
+def test_a_copy_to_the_host_waits_for_no_source() -> None:
+    table = recording(kernel(0, 10), call("source", 2, 15, site="train.py:3"), copy(16, 18, kind="d2h"), kernel(18, 20))
+    assert causes(table) == {("source", "train.py:3"): 5.0, ("late", "train.py:3"): 2.0, ("host", ""): 1.0}
+
+
+def test_what_a_source_does_itself_is_told_of_before_it() -> None:
+    table = recording(
+        kernel(0, 10),
+        call("source", 10, 18, site="train.py:3"),
+        call("allocation", 11, 13, site="train.py:5"),
+        call("wait", 9, 10.1),
+        kernel(20, 30),
+    )
+    assert causes(table) == {("allocation", "train.py:5"): 2.0, ("source", "train.py:3"): 6.0, ("wait", "train.py:9"): 2.0}
+
+
 def test_every_moment_of_a_gap_has_one_cause() -> None:
     table = recording(
         kernel(0, 10),

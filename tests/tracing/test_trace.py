@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,9 +23,10 @@ import xferlib_host
 import xferlib
 from tests.core.fakes import run_python, succeeds
 from tests.core.points import interrupted_at
+from tests.pipeline.steps import until
 from xferlib.tracing import chrome, picture
 from xferlib.tracing.atomic import atomic_text
-from xferlib.tracing.events import CPU, HOST, Event, Recording
+from xferlib.tracing.events import CPU, HOST, Event, EventKind, Recording
 from xferlib.tracing.log import LOG, is_program
 
 NBYTES = 1 << 20
@@ -101,6 +102,48 @@ def test_a_pipeline_names_the_line_where_it_was_begun(stager: xferlib.Stager) ->
     copies = of_kind(traced, "h2d")
     assert sum(copy.nbytes for copy in copies) == 6 * NBYTES
     assert {copy.site.rpartition(os.sep)[2] for copy in copies} == {here}
+
+
+def test_of_a_pipeline_it_is_told_when_its_consumer_waited_for_the_source(stager: xferlib.Stager) -> None:
+    wanted, waits = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[np.ndarray[Any, Any]]:
+        yield np.ones(NBYTES, np.uint8)
+        # Nobody waits for this one: what its source does meanwhile keeps nobody.
+        yield np.ones(NBYTES, np.uint8)
+        assert wanted.wait(60)
+        until(lambda: loop._background._shared.starving)
+        waits.set()
+        yield np.ones(NBYTES, np.uint8)
+        until(lambda: loop._background._shared.starving)
+
+    with trace() as traced:
+        loop = xferlib.prefetch(batches(), stager)
+        here = line_before()
+        until(lambda: loop._background.ahead == 2)
+        next(loop)
+        next(loop)
+        until(lambda: loop._background.clock.phase == "source")
+        before = time.perf_counter_ns()
+        wanted.set()
+        next(loop)
+        assert waits.is_set()
+        with pytest.raises(StopIteration):
+            next(loop)
+    awaited = of_kind(traced, "source")
+    # And the source that ended, too: what comes behind the loop waits for that.
+    assert len(awaited) == 2
+    assert awaited[0].start >= before
+    assert {event.site.rpartition(os.sep)[2] for event in awaited} == {here}
+    assert {traced.recording.name_of(HOST, event.stream) for event in awaited} == {loop._background._thread.name}
+
+
+def test_every_kind_of_event_has_a_colour_and_a_name() -> None:
+    kinds = set(get_args(EventKind))
+    assert kinds <= set(picture.COLORS)
+    page = (Path(xferlib.__file__).parent / "tracing" / "page.html").read_text()
+    (named,) = [line for line in page.splitlines() if line.startswith("const KINDS")]
+    assert {kind for kind in kinds if f" {kind}: [" in named} == kinds
 
 
 def test_compute_of_streams_is_recorded_and_waits_in_them_are_not(stager: xferlib.Stager) -> None:

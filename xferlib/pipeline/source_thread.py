@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
+from time import perf_counter_ns
 from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
@@ -65,8 +66,8 @@ class SourceThread(Generic[T]):
         """Wakes the thread."""
         self.changed = Latch()
         """Wakes takers."""
-        self.takers: dict[object, None] = {}
-        """One for each that waits."""
+        self.takers: dict[object, int] = {}
+        """One for each that waits: since when, by the clock of traces."""
 
     @property
     def stopping(self) -> bool:
@@ -99,7 +100,7 @@ class SourceThread(Generic[T]):
         # Not the thread's number: a finalizer may take on this very thread, meanwhile.
         taker = object()
         try:
-            self.takers[taker] = None
+            self.takers[taker] = perf_counter_ns()
             if self.paused:
                 # The thread is woken only where it is paused: otherwise it does not wait for takers, and a wake-up costs both
                 # threads the interpreter. It looks for takers once more after it was paused.
@@ -156,6 +157,12 @@ class SourceThread(Generic[T]):
             self.starting = False
             # Once for both: a taker that is woken too early has taken the interpreter for nothing.
             self.changed.wake()
+
+    def note_source(self, asked: int) -> None:
+        """Tell the trace of the time since `asked` in which the source was awaited by a taker that has nothing else to take."""
+        waiting = list(self.takers.values())
+        if waiting and not self.items:
+            LOG.call("source", "next batch of the source", max(asked, min(waiting)))
 
     def refused(self, error: RuntimeError) -> None:
         """Tell takers that the system has no thread. Any thread."""
@@ -214,11 +221,15 @@ def _give_all(
                 # It was stopped meanwhile.
                 return
             shared.clock.turn("source")
+            asked = perf_counter_ns() if LOG.on else 0
             try:
                 # Into the box at once, without a name: whoever starts the item may ask who else refers to it.
                 box = [next(iterator)]
             except StopIteration:
                 return
+            finally:
+                if asked:
+                    shared.note_source(asked)
             shared.give_started(start, box)
         except _Stopped:
             raise

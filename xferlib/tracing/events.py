@@ -12,11 +12,13 @@ HOST = -1
 """The device of events on the host; their `stream` is the kernel's number of the thread."""
 CPU = -2
 """The device of a backend whose device is the CPU. Those of GPUs are numbered from 0."""
-EventKind: TypeAlias = Literal["h2d", "d2h", "copy", "memset", "kernel", "issue", "wait", "allocation", "put", "get", "range"]
+EventKind: TypeAlias = Literal[
+    "h2d", "d2h", "copy", "memset", "kernel", "issue", "wait", "allocation", "put", "get", "source", "range"
+]
 """On a device: a copy to it, to the host, or within and between devices; memory that is set; compute.
 
 On the host: a call that starts a copy; one that waits for the device; one that allocates, frees, locks or unlocks memory; `put` and
-`get` of a stager; a range that the program named.
+`get` of a stager; a source that made a batch for which the consumer of a `prefetch` waited; a range that the program named.
 """
 Memory: TypeAlias = Literal["pinned", "pageable", "managed", "unknown", ""]
 """What the host's side of a copy is; empty: it has none."""

@@ -3,12 +3,14 @@
 Pure functions of a `Recording`. A *gap* is time between the first and the last kernel of a device in which it runs none. The cause
 of a moment is the first that holds:
 
-1. A copy was under way, to the device before to the host: the cause is why that copy does not lie under a kernel.
+1. A copy was under way, to the device before to the host: the cause is why that copy does not lie under a kernel. One that could
+   only be issued when the source of a `prefetch` had given its batch, in this gap, is put down to the source.
 2. The device did something else.
 3. The host allocated, freed, locked or unlocked memory.
 4. A put copied pageable memory on the CPU.
-5. The host had waited for the device, and enqueued the next work only then: a call that waits began before the gap and ended in it.
-6. Nothing was enqueued.
+5. The consumer of a `prefetch` waited for the source to make a batch.
+6. The host had waited for the device, and enqueued the next work only then: a call that waits began before the gap and ended in it.
+7. Nothing was enqueued.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ GapCause: TypeAlias = Literal[
     "device",
     "allocation",
     "staging",
+    "source",
     "wait",
     "host",
     "short",
@@ -90,6 +93,10 @@ def _start_of(event: Event) -> int:
     return event.start
 
 
+def _end_of(event: Event) -> int:
+    return event.end
+
+
 @final
 class _Attribution:
     """Puts the gaps of one device down to causes."""
@@ -114,7 +121,12 @@ class _Attribution:
             ("device", _Layer([*here["copy"], *here["memset"]])),
             ("allocation", _Layer(host["allocation"])),
             ("staging", _Layer([event for event in host["put"] if event.memory == "pageable"])),
+            ("source", _Layer(host["source"])),
         )
+        self._given: dict[str, list[int]] = defaultdict(list)
+        """By line of a `prefetch`, when its source gave batches that its consumer waited for."""
+        for event in sorted(host["source"], key=_end_of):
+            self._given[event.site].append(event.end)
         blocking = [event for event in host["issue"] if event.blocking]
         # A thread without a line of Python is one of a library's, which waits as it pleases: the program does not wait with it.
         self._waits = _Layer([event for event in (*host["wait"], *blocking) if event.site])
@@ -133,15 +145,17 @@ class _Attribution:
         pieces: list[Gap] = []
         for kind in ("h2d", "d2h"):
             for copy in self._copies[kind].under_way(start, end):
-                left = self._take(left, copy, self._why(copy), kind, pieces)
-        for cause, layer in self._others:
+                cause = self._why(copy, start)
+                left = self._take(left, copy, cause, "" if cause == "source" else kind, pieces)
+        for other, layer in self._others:
             for event in layer.under_way(start, end):
-                left = self._take(left, event, cause, "", pieces)
+                left = self._take(left, event, other, "", pieces)
         if left:
             waits = [event for event in self._waits.under_way(start, end) if event.start <= start and event.end <= end]
             last = max(waits, key=lambda event: event.end, default=None)
-            cause, site = ("host", "") if last is None else ("wait", last.site)
-            pieces.extend(self._piece(piece, cause, site=site) for piece in left)
+            rest: GapCause = "host" if last is None else "wait"
+            site = "" if last is None else last.site
+            pieces.extend(self._piece(piece, rest, site=site) for piece in left)
         return pieces
 
     def _take(self, left: list[Interval], event: Event, cause: GapCause, direction: str, pieces: list[Gap]) -> list[Interval]:
@@ -153,8 +167,8 @@ class _Attribution:
     def _piece(self, times: Interval, cause: GapCause, direction: str = "", site: str = "", nbytes: int = 0) -> Gap:
         return Gap(times[0], times[1], cause, direction, site, nbytes, self._device)
 
-    def _why(self, copy: Event) -> GapCause:
-        """Say why a copy does not lie under a kernel."""
+    def _why(self, copy: Event, start: int) -> GapCause:
+        """Say why a copy does not lie under a kernel, but in a gap that began at `start`."""
         if copy.memory == "pageable":
             return "pageable"
         if self._saturated[copy.kind]:
@@ -168,7 +182,14 @@ class _Attribution:
             # It waited for compute, and not for other copies.
             if length(common(waited, self._kernels)) > (copy.start - copy.issued) / 2:
                 return "held back"
-        return "late"
+        return "source" if self._was_awaited(copy, start) else "late"
+
+    def _was_awaited(self, copy: Event, start: int) -> bool:
+        """Tell whether the batch that is copied was given later than `start`, while its consumer waited for it."""
+        given = self._given.get(copy.site, ()) if copy.site and copy.kind == "h2d" else ()
+        # It was issued by the thread of its source, and that asks for the next one only then.
+        number = bisect_right(given, copy.issued or copy.start)
+        return number > 0 and given[number - 1] > start
 
     def _is_saturated(self, busy: Sequence[Interval]) -> bool:
         if not self._kernels:

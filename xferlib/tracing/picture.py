@@ -22,6 +22,7 @@ COLORS: Mapping[str, str] = {
     "memset": "#8e7cc3",
     "put": "#1599a0",
     "get": "#1599a0",
+    "source": "#c94f4f",
     "wait": "#c94f4f",
     "allocation": "#b0419b",
     "issue": "#7f8fa6",

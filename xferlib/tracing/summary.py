@@ -292,6 +292,7 @@ _WORDS: Mapping[GapCause, str] = {
     "device": "the device set or copied memory of its own",
     "allocation": "memory was allocated, freed, locked or unlocked. Keep it and use it again",
     "staging": "put copied pageable memory on the CPU, and its caller waited. Prefetch, or borrow",
+    "source": "a prefetch waited for its source, which was making a batch. Make batches faster, or on several threads or processes",
     "wait": "the host had waited for the device before it enqueued more. Read results a step later",
     "host": "nothing was enqueued: the host had other work, such as making a batch",
     "short": "short gaps between kernels",
@@ -299,4 +300,5 @@ _WORDS: Mapping[GapCause, str] = {
 _AT: Mapping[GapCause, str] = {
     **dict.fromkeys(("pageable", "link", "null stream", "same stream", "held back", "late", "device"), " [issued at {site}]"),
     **dict.fromkeys(("allocation", "staging", "wait", "host", "short"), " [at {site}]"),
+    "source": " [prefetch at {site}]",
 }

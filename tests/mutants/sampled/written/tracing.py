@@ -5,12 +5,21 @@ from __future__ import annotations
 GAPS, SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE = (
     f"xferlib/tracing/{name}.py" for name in ("gaps", "summary", "gpu", "log", "rows", "page", "records", "trace")
 )
+SOURCE = "xferlib/pipeline/source_thread.py"
 
 MUTANTS = [
     (GAPS, "event.start <= start and event.end <= end]", "event.end <= end]"),
     (GAPS, "event.start <= start and event.end <= end]", "event.start <= start]"),
     (GAPS, "*blocking) if event.site]", "*blocking)]"),
     (GAPS, "waited = without([(copy.issued, copy.start)], self._busy[copy.kind])", "waited = [(copy.issued, copy.start)]"),
+    (GAPS, 'return "source" if self._was_awaited(copy, start) else "late"', 'return "late"'),
+    (GAPS, "return number > 0 and given[number - 1] > start", "return number > 0"),
+    (GAPS, "number = bisect_right(given, copy.issued or copy.start)", "number = len(given)"),
+    (GAPS, 'if copy.site and copy.kind == "h2d" else', 'if copy.kind == "h2d" else'),
+    (GAPS, 'if copy.site and copy.kind == "h2d" else', "if copy.site else"),
+    (GAPS, '"" if cause == "source" else kind', "kind"),
+    (SOURCE, "max(asked, min(waiting))", "asked"),
+    (SOURCE, "                if asked:\n                    shared.note_source(asked)\n", "                pass\n"),
     (SUMMARY, "hidden=under / length(busy) if busy", "hidden=under / length(kernels) if busy"),
     (
         SUMMARY,
