@@ -48,7 +48,7 @@ class Engine:
     def _traced(self, copy: Job, nbytes: int, issued: int, site: str, address: int) -> None:
         start = perf_counter_ns()
         copy()
-        event = Traced(self._kind, "memmove", start, perf_counter_ns(), CPU, self._number, nbytes, "pinned", site, issued)
+        event = Traced(self._kind, "memmove", start, perf_counter_ns(), CPU, self._number, nbytes, "", site, issued)
         LOG.copy(event, self._name, "the CPU (host backend)", address)
 
     def submit(self, job: Job) -> None:

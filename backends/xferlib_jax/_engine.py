@@ -148,7 +148,7 @@ class Engine:
     def _traced(self, issued: int, site: str, address: int, dst: int, src: int, nbytes: int) -> None:
         start = perf_counter_ns()
         ctypes.memmove(dst, src, nbytes)
-        event = Traced(self._kind, "memmove", start, perf_counter_ns(), CPU, self._number, nbytes, "pinned", site, issued)
+        event = Traced(self._kind, "memmove", start, perf_counter_ns(), CPU, self._number, nbytes, "", site, issued)
         LOG.copy(event, self._name, "the CPU (JAX)", address)
 
     def submit(self, job: Job) -> None:

@@ -51,6 +51,7 @@ def test_a_trace_has_the_copies_with_their_bytes_and_lines(cpu: Stager) -> None:
         assert sum(event.nbytes for event in copies) == array.nbytes
         assert {event.site.rpartition("/")[2] for event in copies} == {f"test_jax_cpu.py:{line}"}
         assert all(event.issued <= event.start <= event.end for event in copies)
+        assert {event.memory for event in copies} == {""}
     streams = [{event.stream for event in traced.recording.events if event.kind == kind} for kind in lines]
     assert [len(of) for of in streams] == [1, 1]
     assert streams[0] != streams[1]

@@ -81,6 +81,16 @@ def test_pieces_of_pageable_memory_name_the_line_of_the_put(stager: xferlib.Stag
     assert {piece.site.rpartition(os.sep)[2] for piece in pieces} == {here}
 
 
+def test_where_the_device_is_the_cpu_no_copy_is_said_to_be_of_pinned_memory(stager: xferlib.Stager) -> None:
+    pinned, pageable = stager.empty_pinned(NBYTES, np.uint8), np.ones(NBYTES, np.uint8)
+    with trace() as traced:
+        for source in (pinned, pageable):
+            stager.get(stager.put(source, borrow=True).value, out=source).result()
+    copies = [*of_kind(traced, "h2d"), *of_kind(traced, "d2h")]
+    assert sum(copy.nbytes for copy in copies) == 4 * NBYTES
+    assert {copy.memory for copy in copies} == {""}
+
+
 def test_a_put_that_stages_says_so_and_one_that_borrows_does_not(stager: xferlib.Stager) -> None:
     source, pinned = np.ones(2 * NBYTES, np.uint8), stager.empty_pinned(NBYTES, np.uint8)
     with trace() as traced:

@@ -21,7 +21,7 @@ On the host: a call that starts a copy; one that waits for the device; one that 
 `get` of a stager; a source that made a batch for which the consumer of a `prefetch` waited; a range that the program named.
 """
 Memory: TypeAlias = Literal["pinned", "pageable", "managed", "unknown", ""]
-"""What the host's side of a copy is; empty: it has none."""
+"""What the host's side of a copy is; empty: it has none, or the device is the CPU, for which nothing is pinned."""
 
 
 class Event(NamedTuple):

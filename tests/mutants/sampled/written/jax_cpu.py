@@ -70,6 +70,7 @@ MUTANTS = [
         "                self._unmade.setdefault(caller, _Failure(error.cause, lasting=False))",
         "                self._broken = _Failure(error.cause, lasting=True)",
     ),
+    (ENGINE, 'nbytes, "", site, issued)', 'nbytes, "pinned", site, issued)'),
     (ENGINE, "self._unmade.pop(event.caller, None)", "self._unmade.get(event.caller)"),
     (ENGINE, "self._unmade.pop(event.caller, None)", "next(iter(self._unmade.values()), None)"),
     (ENGINE, "    return threading.get_ident(), collects()\n", "    return threading.get_ident(), False\n"),

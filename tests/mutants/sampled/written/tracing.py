@@ -5,7 +5,7 @@ from __future__ import annotations
 GAPS, SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE = (
     f"xferlib/tracing/{name}.py" for name in ("gaps", "summary", "gpu", "log", "rows", "page", "records", "trace")
 )
-SOURCE = "xferlib/pipeline/source_thread.py"
+SOURCE, HOST_ENGINE = "xferlib/pipeline/source_thread.py", "backends/xferlib_host/_engine.py"
 
 MUTANTS = [
     (GAPS, "event.start <= start and event.end <= end]", "event.end <= end]"),
@@ -20,6 +20,7 @@ MUTANTS = [
     (GAPS, '"" if cause == "source" else kind', "kind"),
     (SOURCE, "max(asked, min(waiting))", "asked"),
     (SOURCE, "                if asked:\n                    shared.note_source(asked)\n", "                pass\n"),
+    (HOST_ENGINE, 'nbytes, "", site, issued)', 'nbytes, "pinned", site, issued)'),
     (SUMMARY, "hidden=under / length(busy) if busy", "hidden=under / length(kernels) if busy"),
     (
         SUMMARY,
