@@ -24,7 +24,7 @@ COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 @final
 class UserLine(NamedTuple):
-    """A line that is not ours. What stands there may be warned of later, on whatever thread."""
+    """A line of a program. What stands there may be warned of later, on whatever thread."""
 
     file: str
     line: int
@@ -32,9 +32,9 @@ class UserLine(NamedTuple):
     shown: dict[Any, Any]
     """What was shown of its module: Python's own note."""
 
-    def warn(self, words: str, category: type[Warning] = RuntimeWarning) -> None:
+    def warn(self, words: str, category: type[Warning] = RuntimeWarning, source: object = None) -> None:
         """Issue a warning, as `warnings.warn` would at this line."""
-        warnings.warn_explicit(words, category, self.file, self.line, self.module, self.shown)
+        warnings.warn_explicit(words, category, self.file, self.line, self.module, self.shown, source=source)
 
 
 def user_line() -> UserLine:
@@ -45,10 +45,13 @@ def user_line() -> UserLine:
 
 
 def user_frame() -> FrameType:
-    """Return the innermost frame of this thread that is not ours; its outermost, if all are: that of a thread that we started."""
+    """Return the innermost frame of this thread that is neither ours nor of `contextlib`, which calls ours for the program.
+
+    Its outermost, if all are: that of a thread that we started.
+    """
     frame = sys._getframe(1)
     # Asked for each frame of ours at each large pageable put, but there are only some names.
-    while _is_ours(frame.f_globals.get("__name__")) and (caller := frame.f_back) is not None:
+    while _is_between(frame.f_globals.get("__name__")) and (caller := frame.f_back) is not None:
         frame = caller
     return frame
 
@@ -97,9 +100,9 @@ def _is_inside(frame: FrameType | None, of: object, methods: Collection[CodeType
 
 
 @lru_cache(maxsize=256)
-def _is_ours(module: object) -> bool:
+def _is_between(module: object) -> bool:
     package = str(module).partition(".")[0]
-    return package == "xferlib" or package.startswith("xferlib_")
+    return package in ("xferlib", "contextlib") or package.startswith("xferlib_")
 
 
 def _uncollected(ask: Callable[[], Any]) -> Any:

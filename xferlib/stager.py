@@ -10,7 +10,6 @@ import os
 import reprlib
 import sys
 import threading
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter_ns
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.byte_reader import ByteReader
-from xferlib.callers import wait_for_callers
+from xferlib.callers import user_line, wait_for_callers
 from xferlib.checks import (
     lacking,
     package_of,
@@ -89,6 +88,7 @@ class Stager:
         staging: StagingProfile | str | None = None,
         debug: bool | None = None,
     ) -> None:
+        self._opened_at = user_line()
         self._refusal: XferError | None = None
         self._closing = threading.RLock()
         self._resources = resources = StagerResources(backend)
@@ -497,7 +497,8 @@ class Stager:
         self._refusal = ClosedError(CLOSED)
         # First: where warnings are errors, the exception keeps this object.
         self.__dict__.pop("_ticket", None)
-        warnings.warn(said, ResourceWarning, 2, source=self)
+        # Not where it was dropped: that may be anywhere, such as in a collection.
+        self._opened_at.warn(said, ResourceWarning, self)
 
     def check_stream(self, stream: object) -> None:
         """Raise what naming this stream to a transfer would raise, and do nothing else."""
@@ -552,7 +553,7 @@ def _close_all() -> None:
         steps.callback(close_dropped)
         for stager in open_stagers():
             steps.callback(stager.close)
-            steps.callback(warnings.warn, stager._never_closed(), ResourceWarning, 1, stager)
+            steps.callback(stager._opened_at.warn, stager._never_closed(), ResourceWarning, stager)
 
 
 atexit.register(_close_all)

@@ -7,8 +7,10 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -132,6 +134,38 @@ def test_a_stager_that_is_dropped_says_so_and_closes() -> None:
 
     assert until(closed)
     assert out.all()
+
+
+@contextmanager
+def opened() -> Iterator[xferlib.Stager]:
+    yield xferlib.stager("host")
+
+
+def test_a_stager_that_is_never_closed_is_told_of_at_the_line_that_opened_it() -> None:
+    line = opened.__wrapped__.__code__.co_firstlineno + 2  # type: ignore[attr-defined]  # Of the decorator.
+    with pytest.warns(ResourceWarning, match="never closed") as told, opened():
+        pass
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
+
+
+def test_a_call_that_contextlib_makes_is_told_of_at_the_line_of_the_program() -> None:
+    stack = ExitStack()
+    stack.callback(xferlib.stager, "host")
+    line = sys._getframe().f_lineno + 2
+    with pytest.warns(ResourceWarning, match="never closed") as told:
+        stack.close()
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
+
+
+def test_at_the_end_of_the_interpreter_a_stager_is_told_of_at_the_line_that_opened_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import contextlib\nimport xferlib\n\nstack = contextlib.ExitStack()\nkept = stack.enter_context(xferlib.stager('host'))\n"
+    )
+    ended = run_python(f"import runpy; kept = runpy.run_path({str(program)!r})", "-W", "always::ResourceWarning")
+    assert ended.returncode == 0
+    (said,) = [line for line in ended.stderr.splitlines() if "never closed" in line]
+    assert said.startswith(f"{program}:5: ResourceWarning: <Stager 'host'")
 
 
 def test_a_close_that_was_interrupted_may_be_finished() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
@@ -167,9 +168,11 @@ def test_closing_the_stager_unpins_and_the_pin_may_be_closed_later(stager: xferl
 
 def test_a_pin_that_is_dropped_says_so(stager: xferlib.Stager) -> None:
     array = np.zeros(10)
+    line = sys._getframe().f_lineno + 1
     pin = stager.pin(array)
-    with pytest.warns(ResourceWarning, match="pin of 80 bytes was never closed"):
+    with pytest.warns(ResourceWarning, match="pin of 80 bytes was never closed") as told:
         del pin
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
     stager.trim()
     assert not pinned(stager, array)
 

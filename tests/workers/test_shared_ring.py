@@ -667,6 +667,7 @@ def test_a_run_of_a_ring_that_is_closed_meanwhile_says_so(stager: xferlib.Stager
 
 
 def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stager) -> None:
+    line = sys._getframe().f_lineno + 1
     ring = SharedRing(stager, (64, np.int64), slots=2)
     next(ring.run(fills.number, [1], workers=1))
     pool = weakref.ref(ring._pool)
@@ -678,8 +679,9 @@ def test_a_ring_that_was_never_closed_says_so_and_is_closed(stager: xferlib.Stag
         rings.clear()
         return pool() is None
 
-    with pytest.warns(ResourceWarning, match=r"<SharedRing of 2 slots: int64\[64\], 512 bytes> was never closed"):
+    with pytest.warns(ResourceWarning, match=r"<SharedRing of 2 slots: int64\[64\], 512 bytes> was never closed") as told:
         until(gone)
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

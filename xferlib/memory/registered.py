@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-import warnings
 from bisect import bisect_right
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
+from xferlib.callers import user_line
 from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
@@ -43,6 +43,7 @@ class Pin:
         self._pins = pins
         self._number = number
         self._ticket = ticket
+        self._opened_at = user_line()
         self._open = True
 
     def close(self) -> None:
@@ -68,7 +69,8 @@ class Pin:
         if getattr(self, "_open", False) and not self._pins.closed:
             # First: where warnings are errors, the exception keeps this object.
             del self._ticket
-            warnings.warn(f"pin of {in_words(self.array.nbytes)} was never closed. Use it as a context manager", ResourceWarning, 2)
+            said = f"pin of {in_words(self.array.nbytes)} was never closed. Use it as a context manager"
+            self._opened_at.warn(said, ResourceWarning)
 
 
 @final

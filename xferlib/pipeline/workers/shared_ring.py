@@ -13,7 +13,6 @@ import pickletools
 import reprlib
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, final
 
+from xferlib.callers import user_line
 from xferlib.checks import uncopied, whole_number
 from xferlib.errors import AllocationError, BackendUnavailableError, ClosedError, XferError, anew
 from xferlib.forks import forget_in_child, leak, unavailable_in_child
@@ -54,6 +54,7 @@ class _Holdings:
     def __init__(self, stager: Stager, layout: SlotLayout, slots: int) -> None:
         self.words = ""
         """The ring in words, for a warning."""
+        self._opened_at = user_line()
         self.memory: SharedMemory | None = None
         self.pool: WorkerPool | None = None
         self._stager = stager
@@ -103,7 +104,7 @@ class _Holdings:
     def _close_dropped(self) -> None:
         try:
             if self.pool is not None:
-                warnings.warn(f"{self.words} was never closed. Use it as a context manager", ResourceWarning, 2)
+                self._opened_at.warn(f"{self.words} was never closed. Use it as a context manager", ResourceWarning)
         finally:
             self.close()
 

@@ -73,6 +73,7 @@ MUTANTS = [
     (ARRAYS, "step = max(1, nbytes // row_nbytes)", "step = -(-nbytes // row)"),
     (ARRAYS, "if array.nbytes <= nbytes or array.ndim == 0:", "if array.nbytes <= nbytes:"),
     (REGISTERED, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
+    (REGISTERED, "            self._opened_at.warn(said, ResourceWarning)", "            user_line().warn(said, ResourceWarning)"),
     (REGISTERED, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
     (REGISTERED, "        self._ledger.wait_all()\n        verify_done()\n", "        verify_done()\n"),
     (

@@ -9,6 +9,8 @@ PUTS, GETS, TRANSFER, STAGER, CHECKS, MAPPED = (
 )
 
 MUTANTS = [
+    (STAGER, "        self._opened_at.warn(said, ResourceWarning, self)", "        user_line().warn(said, ResourceWarning, self)"),
+    (STAGER, "steps.callback(stager._opened_at.warn,", "steps.callback(user_line().warn,"),
     (TRANSFER, "                self.done()\n                raise TransferError(f", "                raise TransferError(f"),
     (TRANSFER, "except (CapabilityError, TransferError):", "except CapabilityError:"),
     (PUTS, "            self._blocks.settle_posted(sizes[-1])\n            leases +=", "            leases +="),
