@@ -35,6 +35,11 @@ __all__ = ["VARIABLE", "Check", "SourceWatch", "WatchedPut", "call_site", "resol
 VARIABLE = "XFERLIB_DEBUG"
 CHECKSUM_PIECE_NBYTES = 4096
 """Bytes that are summed at a time: a difference is found to this precision."""
+OF_ANOTHER = (
+    "an earlier put is at fault, whose transfer nobody holds any more; the put that tells of it has started nothing. "
+    "What is wrong: "
+)
+"""Before words that come out of a put which they are not about."""
 READ_NBYTES = 256 * CHECKSUM_PIECE_NBYTES
 """Bytes of a file that are copied at a time, to be summed."""
 
@@ -134,7 +139,7 @@ class SourceWatch:
             if put.told:
                 continue
             if error is None:
-                error = put.error()
+                error = SourceRewrittenError(f"{OF_ANOTHER if only_dropped else ''}{put.words}")
             else:
                 error.add_note(f"besides: {put.words}")
         if error is not None:

@@ -36,6 +36,8 @@ MUTANTS = [
     # Nobody waits for what another stager's jobs use.
     (LEDGER, " or ledger.jobs.wait_user(job_concerns)\n", "\n"),
     (PENDING, "if not isinstance(work, Fill) and uses_it(work):", "if not isinstance(work, Fill):"),
+    ("xferlib/debug.py", "{OF_ANOTHER if only_dropped else ''}", ""),
+    ("xferlib/debug.py", "{OF_ANOTHER if only_dropped else ''}", "{OF_ANOTHER}"),
     ("xferlib/callers.py", 'in ("xferlib", "contextlib")', '== "xferlib"'),
     # Another thread adds meanwhile.
     (INFLIGHT, "        except RuntimeError:\n            # Another", "        except ZeroDivisionError:\n            # Another"),
