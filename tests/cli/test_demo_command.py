@@ -381,7 +381,41 @@ def test_ctrl_c_while_it_is_verified_leaves_the_finished_result(
     assert capsys.readouterr().err == "xferlib: interrupted: nothing was verified, and no unfinished result is left\n"
 
 
-def test_a_process_that_is_interrupted_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+def test_sigterm_removes_the_unfinished_result_and_is_left_as_it_was(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Bar, "advance", lambda self, frames: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list((tmp_path / "out").iterdir()) == []
+    assert capsys.readouterr().err == "xferlib: terminated: nothing was verified, and no unfinished result is left\n"
+
+
+def test_a_source_that_is_cut_off_while_it_streams_ends_in_a_line(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phase = Bar.phase
+
+    def cut_off(self: Bar, name: str, *of: int) -> None:
+        if name == "streaming":
+            os.truncate(source, 100)
+        phase(self, name, *of)
+
+    monkeypatch.setattr(Bar, "phase", cut_off)
+    assert demo(source, "--out", tmp_path / "out", "--no-sheet") == 1
+    assert list((tmp_path / "out").iterdir()) == []
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith(f"xferlib: {str(source)!r} was cut off while it was read.")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_interrupted_or_terminated_leaves_no_result_and_no_traceback(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [sys.executable, "-m", "xferlib", "demo", "--backend", "host", "--gib", "0.5", "--no-sheet", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -389,10 +423,11 @@ def test_a_process_that_is_interrupted_ends_with_130_and_no_traceback(tmp_path: 
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert told == "xferlib: interrupted: nothing was verified, and no unfinished result is left\n"
+    assert process.returncode == 128 + number
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    assert told == f"xferlib: {word}: nothing was verified, and no unfinished result is left\n"
     assert list(tmp_path.iterdir()) == []
 
 

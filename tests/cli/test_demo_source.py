@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,20 @@ def test_a_read_begins_where_it_is_told(tmp_path: Path) -> None:
     out = np.empty((2, 6, 10), np.uint16)
     open_npy(saved(tmp_path, array)).read(2, out)
     np.testing.assert_array_equal(out, array[2:4])
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_file_that_is_cut_off_after_it_was_opened_is_refused_by_whoever_reads(
+    tmp_path: Path, dtype: str, order: Literal["C", "F"]
+) -> None:
+    path = saved(tmp_path, np.ones((8, 64, 64), dtype, order))
+    source = open_npy(path)
+    os.truncate(path, 100)
+    with pytest.raises(CommandError, match="was cut off while it was read"):
+        read_all(source)
+    with pytest.raises(CommandError, match="was cut off while it was read"):
+        source.original(7)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from xferlib.engine.cores import usable_cores
 from xferlib.pipeline.ring import Ring
 from xferlib.registry import stager as open_stager
 from xferlib.registry import workload_of
+from xferlib.tracing.termination import Termination
 
 __all__ = ["run"]
 
@@ -28,11 +29,20 @@ __all__ = ["run"]
 def run(options: Options) -> None:
     """Run the demo. Raises `XferError` for what it cannot work with, and `typer.Exit(1)` if the result is wrong."""
     try:
-        with Bar() as bar, ThreadPoolExecutor(usable_cores()) as pool, ThreadPoolExecutor(options.threads) as readers:
+        # SIGTERM comes as `SystemExit`: by itself it would leave the unfinished result.
+        with (
+            Termination(),
+            Bar() as bar,
+            ThreadPoolExecutor(usable_cores()) as pool,
+            ThreadPoolExecutor(options.threads) as readers,
+        ):
             report = _carry_out(options, pool, readers, bar)
     except KeyboardInterrupt:
         typer.echo("xferlib: interrupted: nothing was verified, and no unfinished result is left", err=True)
         raise typer.Exit(130) from None
+    except SystemExit:
+        typer.echo("xferlib: terminated: nothing was verified, and no unfinished result is left", err=True)
+        raise
     show(report, to_stderr=options.to_stdout)
     text = json.dumps(report, indent=2)
     if options.to_stdout:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xferlib.cli.command_error import CommandError
+from xferlib.memory.foreign import copy_foreign
 from xferlib.words import counted
 
 __all__ = ["PIECE", "FrameSource", "from_array", "open_npy", "tiled"]
@@ -50,26 +51,27 @@ class FrameSource:
     """The folders that were not looked into."""
 
 
-def from_array(array: Array, label: str) -> FrameSource:
-    """Return the frames of an array of three or four axes, in memory or mapped."""
+def from_array(array: Array, label: str, copy: Callable[[Array, Array], object] = np.copyto) -> FrameSource:
+    """Return the frames of an array of three or four axes. `copy(out, frames)` copies some of them."""
     dtype = array.dtype.newbyteorder("=")
 
     def read(start: int, out: Array) -> None:
         # In one piece: a thread waits for the interpreter after each.
-        np.copyto(out, array[start : start + len(out)])
+        copy(out, array[start : start + len(out)])
 
-    return FrameSource(
-        label=label,
-        frames=len(array),
-        frame_shape=array.shape[1:],
-        dtype=dtype,
-        read=read,
-        original=lambda number: np.array(array[number], dtype),
-    )
+    def original(number: int) -> Array:
+        frame = np.empty(array.shape[1:], dtype)
+        copy(frame, array[number])
+        return frame
+
+    return FrameSource(label=label, frames=len(array), frame_shape=array.shape[1:], dtype=dtype, read=read, original=original)
 
 
 def open_npy(path: Path) -> FrameSource:
-    """Map a .npy file. Raises `CommandError` for a file, dtype or shape that the demo cannot use."""
+    """Map a .npy file. Raises `CommandError` for a file, dtype or shape that the demo cannot use.
+
+    What reads the frames raises it where the file has become shorter meanwhile.
+    """
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
@@ -79,7 +81,16 @@ def open_npy(path: Path) -> FrameSource:
         reason = str(error).partition("\n")[0].rstrip(".")
         advice = "Write it, whole, with numpy.save and without objects"
         raise CommandError(f"cannot read {str(path)!r} as .npy: {reason}. {advice}") from error
-    return from_array(_as_frames(array, path), f"{path.name}, {array.dtype} {array.shape}")
+
+    def copy(out: Array, frames: Array) -> None:
+        # Not by NumPy: where another program cuts the file off meanwhile, a signal would end the process.
+        here = out if out.dtype == frames.dtype and out.flags.c_contiguous else np.empty(frames.shape, frames.dtype)
+        if not copy_foreign(frames, here.ctypes.data):
+            raise CommandError(f"{str(path)!r} was cut off while it was read. Start again when it is whole")
+        if here is not out:
+            np.copyto(out, here)
+
+    return from_array(_as_frames(array, path), f"{path.name}, {array.dtype} {array.shape}", copy)
 
 
 def _as_frames(array: Array, path: Path) -> Array:
