@@ -21,7 +21,7 @@ from typing import TypeVar, TypeVarTuple
 from xferlib.errors import BackendUnavailableError
 from xferlib.latch import Latch
 
-__all__ = ["collects", "finalizer_timeout", "opening", "start_thread", "uninterrupted"]
+__all__ = ["collects", "ends_program", "finalizer_timeout", "opening", "start_thread", "uninterrupted"]
 
 FINALIZER_SECONDS = 2.0
 """How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
@@ -65,13 +65,19 @@ def finalizer_timeout() -> float | None:
 def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
     """Start a thread where no interrupt comes, without waiting for it: an interrupted `Thread.start` leaves a lock held.
 
-    If there can be no more threads, `refused` is called with the error, on another thread.
+    If there can be no more threads, `refused` is called with the error, on another thread; where the program ends, perhaps on this.
     """
     global _starting
     if not _starting:
         # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
         # wait for a thread that was never started.
-        start_new_thread(_start_others, ())
+        try:
+            start_new_thread(_start_others, ())
+        except RuntimeError as error:
+            if not ends_program(error):
+                raise
+            refused(error)
+            return
         _starting = True
     else:
         try:
@@ -86,14 +92,18 @@ def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], obj
     _to_start.put((thread, refused))
 
 
+def ends_program(error: RuntimeError) -> bool:
+    """Tell whether a thread was refused since the program ends: what the interpreter and the standard library say from 3.12 on."""
+    return "interpreter shutdown" in str(error)
+
+
 @contextmanager
 def opening() -> Iterator[None]:
     """Open in here what needs threads. Raises `BackendUnavailableError` where the program ends, so that none can be started."""
     try:
         yield
     except RuntimeError as error:
-        # What the interpreter and the standard library say of it, from Python 3.12 on.
-        if "interpreter shutdown" not in str(error):
+        if not ends_program(error):
             raise
         raise BackendUnavailableError(
             "the program ends, and Python starts no threads any more, without which no stager can be opened. Open it, or begin the "

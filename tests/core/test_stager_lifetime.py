@@ -759,10 +759,57 @@ def test_where_python_starts_no_threads_since_the_program_ends_no_stager_is_open
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["nothing was started", "something was started"])
+def test_where_python_starts_no_threads_since_the_program_ends_a_stager_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    stager = xferlib.stager("host")
+    memory = stager.backend.memory  # type: ignore[attr-defined]  # The host backend's.
+    kept = stager.put(np.ones(10)).result()
+    refuse = no_threads("can't create new thread at interpreter shutdown")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(uninterrupted, "start_new_thread", refuse)
+    if first:
+        # As where the stager was opened on another thread, from which no interrupt keeps anything.
+        monkeypatch.setattr(uninterrupted, "_starting", False)
+    del kept
+    stager.close()
+    assert memory.calls().device_allocations == memory.calls().device_frees == 1
+
+
 def test_threads_that_the_system_has_no_room_for_are_no_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_threads("can't start new thread"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         xferlib.stager("host")
+    monkeypatch.setattr(uninterrupted, "start_new_thread", no_threads("can't start new thread"))
+    monkeypatch.setattr(uninterrupted, "_starting", False)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        uninterrupted.uninterrupted(pytest.fail, "called")
+
+
+def test_a_stager_that_another_thread_has_opened_is_usable_and_closed_as_the_interpreter_ends() -> None:
+    said = succeeds("""
+        import atexit, threading, numpy as np, xferlib
+
+        def open_here() -> None:
+            global stager
+            stager = xferlib.stager("host")
+
+        thread = threading.Thread(target=open_here)
+        thread.start()
+        thread.join()
+
+        @atexit.register
+        def late() -> None:
+            try:
+                print([int(batch[0]) for batch in xferlib.prefetch([np.ones(3)], stager)])
+            except xferlib.XferError as error:
+                # From Python 3.12 on.
+                assert "with stager.put" in str(error)
+                print([int(stager.put(np.ones(3)).result()[0])])
+            stager.close()
+    """)
+    assert said == "[1]\n"
 
 
 def test_a_stager_that_is_wanted_as_the_interpreter_ends_is_opened_or_refused_in_words() -> None:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,6 +16,7 @@ import xferlib
 from tests.core.fakes import on_thread
 from tests.pipeline.failing import Lost
 from tests.pipeline.steps import PATIENCE, PutBy, batch, thread_of, until
+from xferlib import uninterrupted
 from xferlib.pipeline import background, source_thread
 from xferlib.pipeline.phase_timer import PhaseTimer
 
@@ -64,6 +65,31 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
         assert shared._shared.inbox.qsize() <= 8
         assert len(shared._shared.changed._sleepers) <= 2
     shared.close()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["nothing was started", "something was started"])
+def test_where_python_starts_no_threads_since_the_program_ends_a_loop_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """As from Python 3.12 on in handlers of `atexit`."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with xferlib.stager("host") as stager:
+        with monkeypatch.context() as ended:
+            ended.setattr(threading.Thread, "start", refuse)
+            ended.setattr(uninterrupted, "start_new_thread", refuse)
+            if first:
+                ended.setattr(uninterrupted, "_starting", False)
+            batches = xferlib.prefetch([batch(0)], stager)
+            with pytest.raises(xferlib.XferError, match=r"the program ends, .* with stager\.put") as told:
+                next(batches)
+            assert "interpreter shutdown" in str(told.value.__cause__)
+            # What it says to do.
+            assert (stager.put(batch(3)).result()["x"] == 3).all()
+        with pytest.raises(StopIteration):
+            next(batches)
 
 
 def test_a_thread_whose_taker_is_behind_uses_no_processor() -> None:

@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from types import GeneratorType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
+from xferlib.errors import XferError
 from xferlib.forks import forget_in_child
 from xferlib.latch import Latch
 from xferlib.pipeline.failed import Failed
@@ -24,6 +25,7 @@ from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.resources import before_closing
 from xferlib.tickets import Alive
 from xferlib.tracing.log import LOG
+from xferlib.uninterrupted import ends_program
 
 __all__ = ["SourceThread", "Start", "live", "run"]
 
@@ -33,6 +35,10 @@ Work: TypeAlias = "tuple[Iterable[Any], Start[T], Callable[[PhaseTimer], None]]"
 
 EXECUTING = "generator already executing"
 """What Python says where two threads ask one generator."""
+NO_LOOP = (
+    "the program ends, and Python starts no threads any more, without which no source can be iterated ahead. Run the loop before "
+    "the end; a handler of atexit may put its batches one by one, with stager.put"
+)
 LET_GO_SECONDS = 1.0
 """How long whoever closes a stager waits for an iterator that was dropped while it started an item."""
 
@@ -165,8 +171,12 @@ class SourceThread(Generic[T]):
             LOG.call("source", "next batch of the source", max(asked, min(waiting)))
 
     def refused(self, error: RuntimeError) -> None:
-        """Tell takers that the system has no thread. Any thread."""
-        self.give(Failed(error))
+        """Tell takers that there is no thread. Any thread."""
+        told: Exception = error
+        if ends_program(error):
+            told = XferError(NO_LOOP)
+            told.__cause__ = error
+        self.give(Failed(told))
         self.ended = True
         self.changed.wake()
 

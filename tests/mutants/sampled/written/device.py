@@ -10,6 +10,12 @@ TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 MUTANTS = [
     (DEVICE, "        if idle and not idle.free:\n", "        if False:\n"),
     (DEVICE, "self._step(self._ask_next, size_class(nbytes))", "self._ask_next(size_class(nbytes))"),
+    (
+        UNINTERRUPTED,
+        "            if not ends_program(error):\n                raise\n            refused",
+        "            raise\n            refused",
+    ),
+    (UNINTERRUPTED, "            if not ends_program(error):\n                raise\n            refused", "            refused"),
     (DEVICE, "        if self._doomed:\n            self._free_doomed()\n        leases", "        leases"),
     (DEVICE, "return self._counted(self._rows)", "return sum([row.nbytes for row in list(self._rows.values())])"),
     (TABLE, "(self._growing | entered).values()", "[*self._growing.values(), *entered.values()]"),

@@ -23,6 +23,7 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, R
 )
 
 MUTANTS = [
+    (THREAD, "        if ends_program(error):\n", "        if False:\n"),
     (PREFETCH, "if words is not None and not self._background.begun:", "if words is not None:"),
     (PREFETCH, "if words is not None and not self._background.begun:", "if False:"),
     (PREFETCH, '        flag(puts.rewrites, "rewrites")\n', ""),
