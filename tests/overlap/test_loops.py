@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tests.overlap.played import COMPUTE, COPIES, Played
 from xferlib.gates import gate_table
 from xferlib.overlap import loops
 from xferlib.overlap.callbacks import CallRecording
+from xferlib.overlap.hold import LoopHold
 from xferlib.overlap.libcuda import DriverError
 
 
@@ -278,6 +280,47 @@ def test_a_copy_of_the_warm_up_that_comes_late_is_no_verdict(device: Played, mon
     assert next(count) == 19
     # The second time, others get a longer turn behind each step.
     assert slept.count(loops.BASELINE_RESTS[1]) >= 3
+
+
+def test_a_thread_that_makes_its_copies_late_under_their_hold_is_waited_for(device: Played) -> None:
+    """It is two batches ahead, so that two steps are computed before its first copy comes."""
+    wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    issued = [threading.Event() for _ in range(60)]
+    late: list[int] = []
+
+    def copies() -> None:
+        for n in iter(wanted.get, None):
+            hold = device.recording.listener
+            if isinstance(hold, LoopHold) and hold.held.what == "h2d" and not late:
+                late.append(n)
+                end = time.monotonic() + 0.1
+                while hold._gate.shut and time.monotonic() < end:
+                    time.sleep(1e-3)
+            device.wait_event(100 + n % 3, COPIES)
+            device.copy("h2d", address=n % 3)
+            device.record_event(200 + n, COPIES)
+            issued[n].set()
+
+    count = itertools.count()
+    thread = threading.Thread(target=copies)
+    thread.start()
+    for n in range(2):
+        wanted.put(n)
+
+    def step() -> None:
+        n = next(count)
+        wanted.put(n + 2)
+        assert issued[n].wait(10)
+        device.wait_event(200 + n, COMPUTE)
+        device.launch()
+        device.record_event(100 + n % 3, COMPUTE)
+
+    try:
+        xferlib.assert_overlaps(step)
+    finally:
+        wanted.put(None)
+        thread.join(10)
+    assert late
 
 
 class Missed:

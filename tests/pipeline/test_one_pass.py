@@ -232,42 +232,6 @@ def test_a_copy_to_the_host_that_fails_costs_its_result_alone(depth: int, into_a
             assert outcomes(loop) == ["TransferError", 1, "TransferError", "TransferError", 4, 5, 6]
 
 
-class Copied:
-    """A transfer that is done, and notes what the loop's thread asks of it."""
-
-    def __init__(self, number: int, asked: list[str]) -> None:
-        self.value = number
-        self._asked = asked
-
-    def _note(self, what: str) -> None:
-        if threading.current_thread().name.startswith("xferlib-prefetch"):
-            self._asked.append(f"{what} {self.value}")
-
-    def done(self) -> bool:
-        self._note("done")
-        return True
-
-    def synchronize(self) -> None:
-        self._note("synchronize")
-
-    def wait_staged(self) -> None:
-        self._note("staged")
-
-
-def test_earlier_copies_are_let_go_of_while_a_batch_is_staged_so_that_the_next_one_need_not_wait_for_that() -> None:
-    asked: list[str] = []
-    kept = [np.full(3, number) for number in range(3)]
-
-    def source() -> Iterator[Any]:
-        for number, array in enumerate(kept):
-            asked.append(f"source {number}")
-            yield array
-
-    with xferlib.Prefetch(source(), PutBy(lambda tree: Copied(int(tree[0]), asked)), depth=1) as loop:
-        assert list(loop) == [0, 1, 2]
-    assert asked == [f"{what} {number}" for number in range(3) for what in ("source", "done", "staged")]
-
-
 def test_a_batch_that_cannot_be_taken_costs_itself_alone_and_nothing_is_begun_meanwhile(stager: xferlib.Stager) -> None:
     def take(transfer: Any) -> Any:
         value = transfer.value

@@ -192,6 +192,9 @@ class LoopHold:
         return len(self._recording.calls), len(self._marks), len(self._reached), self.returned, int(self.finished)
 
     def _enough(self) -> bool:
+        if not self._gates:
+            # A thread that makes the copies may be late on a busy machine.
+            return False
         if self._what == "compute":
             for direction in DIRECTIONS:
                 batch = max(self._baseline.nbytes[direction])

@@ -299,9 +299,11 @@ class _Starter:
                 self._estimate(batch)
             while len(self._recent) >= self._depth:
                 # Otherwise a consumer that takes batches as fast as they come would have them all under way.
-                clock.turn("copy")
-                _wait_for(self._recent[0].synchronize)
-                clock.turn("start")
+                oldest = self._recent[0]
+                if not is_over(oldest.done, XferError):
+                    clock.turn("copy")
+                    _wait_for(oldest.synchronize)
+                    clock.turn("start")
                 self._recent.popleft()
             started = self._puts.put(batch, unshared=unshared)
         except Exception as error:
@@ -339,9 +341,6 @@ class _Starter:
 
     def before_next(self, clock: PhaseTimer) -> None:
         """Wait until the source may be asked for another batch."""
-        # While the last batch is still staged: from then on all that the thread does holds up the next one.
-        while len(self._recent) >= self._depth and is_over(self._recent[0].done, XferError):
-            self._recent.popleft()
         if self._read is not None:
             wait, _ = self._read
             clock.turn("read")

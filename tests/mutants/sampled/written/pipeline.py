@@ -129,9 +129,7 @@ MUTANTS = [
     (PREFETCH, "        if in_place:\n", "        if True:\n"),
     (PREFETCH, "started._in_place, started._staged", "False, started._staged"),
     (PREFETCH, "started._in_place, started._staged", "started._in_place, True"),
-    (PREFETCH, "self._depth and is_over(self._recent[0].done, XferError):", "self._depth and False:"),
-    (PREFETCH, "self._depth and is_over(self._recent[0].done, XferError):", "self._depth:"),
-    (PREFETCH, "                _wait_for(self._recent[0].synchronize)\n", ""),
+    (PREFETCH, "if not is_over(oldest.done, XferError):", "if False:"),
     (PREFETCH, "put(batch, unshared=unshared)", "put(batch, unshared=True)"),
     (
         HOST,
