@@ -250,7 +250,7 @@ class HostToDevice:
             )
         try:
             if into is None:
-                self._blocks.settle_posted(packing.sizes[0])
+                self._blocks.settle_posted()
             value = into
             if into is None:
                 make = partial(self._make_arrays, packing, leases, spec, event)
@@ -302,8 +302,7 @@ class HostToDevice:
             self._copy_pinned(addresses, sources, packing.numbers, pinned, staged)
             # The leases are held until then: otherwise a block could be used again before its last copy is started, which would
             # then overwrite it.
-            meanwhile = partial(self._blocks.settle_posted, packing.sizes[0])
-            copy = self._staging.borrow(staged, until_started=leases, beside=pinned, meanwhile=meanwhile)
+            copy = self._staging.borrow(staged, until_started=leases, beside=pinned, meanwhile=self._blocks.settle_posted)
         except BaseException:
             self._h2d.quiesce((pinned, leases), pinned)
             raise
@@ -327,7 +326,7 @@ class HostToDevice:
         leases = self._blocks.lease_idle(sizes, streams)
         if len(sizes) - len(leases) > 1:
             # This makes idle what has come back since, as to lease a single one does.
-            self._blocks.settle_posted(sizes[-1])
+            self._blocks.settle_posted()
             leases += self._blocks.lease_idle(sizes[len(leases) :], streams)
         missing = sizes[len(leases) :]
         if len(missing) > 1 and self._blocks.lacks(missing):

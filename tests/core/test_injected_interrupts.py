@@ -159,7 +159,7 @@ BLOCKS: dict[str, Callable[[DevicePool], object]] = {
     "a lease of an idle block": lambda cache: cache.lease(MIB, {}),
     "leases of idle blocks, and what came back": lambda cache: [
         cache.lease_idle([MIB, 512 * KIB, MIB], {}),
-        cache.settle_posted(MIB),  # type: ignore[func-returns-value]  # Only that it is called behind the other.
+        cache.settle_posted(),  # type: ignore[func-returns-value]  # Only that it is called behind the other.
     ],
     "a lease of a new block": lambda cache: cache.lease(2 * MIB, {}),
     "a lease that others make room for": lambda cache: cache.lease(6 * MIB, {}),

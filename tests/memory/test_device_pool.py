@@ -141,32 +141,16 @@ def test_idle_blocks_are_leased_in_one_step_and_nobody_is_asked_about_readers_be
     leases = [blocks.lease(nbytes, {}) for nbytes in (MIB, MIB, 2 * MIB)]
     made = [lease[0] for lease in leases]
     leases = leases[2:]
-    blocks.settle_posted(MIB)
+    blocks.settle_posted()
     assert len(device.retired) == 1
     leases.clear()
     # The second is of a size of which none is idle yet, and what stands behind it waits for its turn.
     found = blocks.lease_idle([MIB, 2 * MIB, MIB], {})
     assert [lease[0] in made[:2] for lease in found] == [True]
     assert len(device.retired) == 1
-    blocks.settle_posted(MIB)
+    blocks.settle_posted()
     assert [lease[0] for lease in blocks.lease_idle([2 * MIB], {})] == made[2:]
     assert (len(device.retired), device.made) == (2, made)
-
-
-def test_settling_asks_already_whether_the_next_block_of_the_size_has_readers() -> None:
-    device = Device()
-    readers = Point(reached=True)
-    device.fences = [readers]
-    blocks = cache(device)
-    leases = [blocks.lease(MIB, {}) for _ in range(2)]
-    leases.clear()
-    blocks.settle_posted(2 * MIB)
-    assert readers.asked == 0
-    blocks.settle_posted(MIB)
-    assert readers.asked == 1
-    # Both came back together, so that one answer is for both.
-    assert len(blocks.lease_idle([MIB, MIB], {})) == 2
-    assert readers.asked == 1
 
 
 def test_leasing_idle_blocks_mends_what_an_interrupt_has_torn_and_settles_what_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +160,7 @@ def test_leasing_idle_blocks_mends_what_an_interrupt_has_torn_and_settles_what_c
     leases.clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(blocks, "_take_back", lambda number, fences: (_ for _ in ()).throw(KeyboardInterrupt))
-        blocks.settle_posted(MIB)
+        blocks.settle_posted()
     assert [lease[0] for lease in blocks.lease_idle([MIB], {})] == device.made
 
 
@@ -185,7 +169,7 @@ def test_an_interrupt_while_idle_blocks_are_leased_leaves_them_idle() -> None:
     blocks = cache(device)
     leases = [blocks.lease(nbytes, {}) for nbytes in (MIB, 2 * MIB)]
     leases.clear()
-    blocks.settle_posted(MIB)
+    blocks.settle_posted()
 
     class Interrupted(dict[int, Any]):
         """Leases of which the second is not entered, though its block is idle no more."""
@@ -1217,7 +1201,7 @@ def test_idle_blocks_of_one_size_stand_for_none_of_another() -> None:
     blocks = cache(Device())
     leases = [blocks.lease(MIB, {}) for _ in range(3)]
     leases.clear()
-    blocks.settle_posted(MIB)
+    blocks.settle_posted()
     assert blocks.lacks([MIB, 2 * MIB, 2 * MIB])
     assert not blocks.lacks([MIB, MIB, 2 * MIB])
 

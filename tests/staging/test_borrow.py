@@ -54,7 +54,7 @@ def test_a_put_that_borrows_returns_before_anything_is_copied(gated: Gated, stag
 def leave_one_idle_and_one_to_settle(stager: xferlib.Stager, tree: Any) -> None:
     first, second = (stager.put(tree, borrow=True).result() for _ in range(2))
     del first
-    stager._blocks.settle_posted(MIB)
+    stager._blocks.settle_posted()
     del second
 
 

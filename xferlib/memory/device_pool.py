@@ -115,15 +115,9 @@ class DevicePool(Table):
         rows = self._before_settling(self._reuse_each, list(map(size_class, sizes)), numbers, streams)
         return [(row.block, right) for row, right in zip(rows, held, strict=False)]
 
-    def settle_posted(self, nbytes: int) -> None:
-        """Make idle what has come back, and ask already whether the readers of the block are done that is next of its size."""
-        self._step(self._ask_next, size_class(nbytes))
-
-    def _ask_next(self, size: int) -> None:
-        idle = self._idle.get(size)
-        # What is asked now need not be asked by the next put, whose copies wait for the answer.
-        if idle and not idle.free:
-            self._reached(idle.oldest().fence)
+    def settle_posted(self) -> None:
+        """Make idle what has come back."""
+        self._step(bool)
 
     def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
         """Lease blocks as `lease` does, up to the first that something would have to be waited for. On a thread that no interrupt

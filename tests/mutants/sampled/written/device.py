@@ -8,8 +8,6 @@ DEVICE, TICKETS, UNINTERRUPTED = "xferlib/memory/device_pool.py", "xferlib/ticke
 TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
-    (DEVICE, "        if idle and not idle.free:\n", "        if False:\n"),
-    (DEVICE, "self._step(self._ask_next, size_class(nbytes))", "self._ask_next(size_class(nbytes))"),
     (
         UNINTERRUPTED,
         "            if not ends_program(error):\n                raise\n            refused",

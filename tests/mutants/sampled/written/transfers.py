@@ -13,7 +13,7 @@ MUTANTS = [
     (STAGER, "steps.callback(stager._opened_at.warn,", "steps.callback(user_line().warn,"),
     (TRANSFER, "                self.done()\n                raise TransferError(f", "                raise TransferError(f"),
     (TRANSFER, "except (CapabilityError, TransferError):", "except CapabilityError:"),
-    (PUTS, "            self._blocks.settle_posted(sizes[-1])\n            leases +=", "            leases +="),
+    (PUTS, "            self._blocks.settle_posted()\n            leases +=", "            leases +="),
     (
         "xferlib/staging/pageable.py",
         "copies[-1], total, overwritten, target, pinned)",
