@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, final, overload
 
@@ -138,6 +139,12 @@ class _Puts:
             transfers = start(self._stagers, views, borrow=True)
         self._takes = self._taken() != taken
         return _Started(plans, transfers)
+
+    def idle(self) -> None:
+        for stager in self._stagers.values():
+            # The others are waited for where one is closed.
+            with suppress(xferlib.XferError):
+                stager.idle()
 
     def wait(self, arrays: list[Any]) -> None:
         jax.block_until_ready(arrays)

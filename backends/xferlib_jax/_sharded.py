@@ -259,19 +259,16 @@ class ShardedPuts:
 def start(
     stagers: Mapping[Device, xferlib.Stager], views: Mapping[Device, list[Array]], *, borrow: bool | Literal["staged"]
 ) -> dict[Device, xferlib.Transfer]:
-    """Start copying to each device what it pulls. If one cannot be started, those before it are done before that is raised."""
+    """Start copying to each device what it pulls. If one cannot be started, those before it are done before that is raised.
+
+    An interrupt may come between the start of a transfer and its entry: a load then waits for all that was put.
+    """
     transfers: dict[Device, xferlib.Transfer] = {}
-    last: xferlib.Stager | None = None
     try:
         for device, arrays in views.items():
-            last = stagers[device]
-            transfers[device] = last.put(arrays, borrow=borrow)
-    except BaseException as error:
+            transfers[device] = stagers[device].put(arrays, borrow=borrow)
+    except BaseException:
         wait_for_all(transfers.values())
-        if last is not None and not isinstance(error, Exception):
-            # An interrupt may have come between the start of a transfer and its entry.
-            with suppress(XferError):
-                last.idle()
         raise
     return transfers
 
@@ -280,7 +277,10 @@ def start_at_once(
     stagers: Mapping[Device, xferlib.Stager], views: Mapping[Device, list[Array]], threads: Executor
 ) -> dict[Device, xferlib.Transfer]:
     """Start as `start` does, and borrow, with a thread for each device: the first put of a stager takes memory of the driver's, and
-    all of them memory of JAX's, for which no device is to wait until another one has its own."""
+    all of them memory of JAX's, for which no device is to wait until another one has its own.
+
+    Whatever is raised, all puts have returned. What they have started is the load's to wait for.
+    """
     transfers: dict[Device, xferlib.Transfer] = {}
     ended = Latch()
     owner: dict[None, str] = {}
@@ -305,7 +305,6 @@ def start_at_once(
         # Whoever interrupts the wait for it waits all the same, unless it has not begun.
         if owner.setdefault(None, "given up") == "started":
             ended.wait()
-        wait_for_all(transfers.values())
         raise
     return transfers
 

@@ -181,6 +181,8 @@ def test_where_not_all_bytes_are_needed_nothing_is_asked_for(
         def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
             return stager.put(arrays, borrow=True)
 
+        def idle(self) -> None: ...
+
         def wait(self, arrays: list[Any]) -> None: ...
 
         def trim(self) -> None: ...
@@ -328,6 +330,8 @@ class Halves:
 
     def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
         return self._stager.put({name: array[::2] for name, array in arrays.items()}, borrow=True)
+
+    def idle(self) -> None: ...
 
     def wait(self, arrays: list[Any]) -> None: ...
 

@@ -227,6 +227,8 @@ def test_a_conversion_that_fails_on_the_device_is_an_error_of_ours(stager: Stage
         def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
             return stager.put(arrays, borrow=True)
 
+        def idle(self) -> None: ...
+
         def wait(self, arrays: list[Any]) -> None:
             raise stager.backend.failures[0]("the device is full")
 

@@ -128,6 +128,10 @@ class Noted:
         self.likes.append(like)
         return self.started[-1]
 
+    def idle(self) -> None:
+        # As if another thread had closed the stager.
+        raise xferlib.ClosedError
+
     def wait(self, arrays: list[Any]) -> None:
         raise AssertionError("nothing is converted")
 
@@ -220,6 +224,43 @@ def test_an_interrupt_at_any_point_leaves_nothing_behind(stager: Stager, path: P
         time.sleep(0.001)
     stager.trim()
     assert stager.stats().device_nbytes == 0
+
+
+def test_an_interrupt_at_any_point_waits_for_a_copy_that_reads_the_file(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied before somebody waits for it: there is one array, so who waits is told by the gate."""
+    path = tmp_path / "one.safetensors"
+    safetensors.numpy.save_file({"0": ARRAYS["0"]}, path)
+    put, synchronize, idle = Stager.put, xferlib.Transfer.synchronize, Stager.idle
+    started: list[Any] = []
+    gates: list[threading.Event] = []
+
+    def kept(stager: Stager, tree: Any, **options: Any) -> Any:
+        started.append(put(stager, tree, **options))
+        return started[-1]
+
+    def waited_for(transfer: xferlib.Transfer[Any]) -> None:
+        gates[-1].set()
+        synchronize(transfer)
+
+    def made_idle(stager: Stager) -> None:
+        gates[-1].set()
+        idle(stager)
+
+    monkeypatch.setattr(Stager, "put", kept)
+    monkeypatch.setattr(xferlib.Transfer, "synchronize", waited_for)
+    monkeypatch.setattr(Stager, "idle", made_idle)
+    lost = 0
+    for point in itertools.count(1):
+        started.clear()
+        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's own
+            gates.append(gate)
+            if not interrupted_at(point, ("files/load.py",), lambda: xferlib.load(path, stager)):
+                break
+            assert all(transfer.done() for transfer in started), point
+        lost += len(started)
+    assert lost > 10
 
 
 def test_small_members_of_an_archive_are_put_together(stager: Stager, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ import pytest
 import safetensors.numpy
 import xferlib_jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from xferlib_jax import _load, _spread
+from xferlib_jax import _load, _sharded, _spread
 
 import xferlib
 from tests.jax.eight_devices import assert_is, nothing_left, stagers  # noqa: F401  # Fixtures.
 from xferlib.files import load
+from xferlib.latch import Latch
 from xferlib.stager import Stager, open_stagers
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -227,16 +228,34 @@ def test_where_one_device_cannot_be_put_to_the_others_are_done_before_it_is_said
 def test_an_interrupt_waits_for_puts_that_have_begun(
     path: Path, stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, interrupted, ended = threading.Event(), threading.Event(), []
+    inside, waits = threading.Event(), threading.Event()
+    ended: list[Stager] = []
+    ended_before: list[list[Stager]] = []
+    idle = Stager.idle
+
+    class Told:
+        """What the interrupted thread waits for until the puts have ended."""
+
+        def __init__(self) -> None:
+            self._latch = Latch()
+            self.open = self._latch.open
+
+        def wait(self) -> None:
+            waits.set()
+            self._latch.wait()
 
     def hold_up(stager: Stager) -> None:
         if stager is stagers[5]:
             inside.set()
-            assert interrupted.wait(20)
+            assert waits.wait(20)
             ended.append(stager)
 
+    def made_idle(stager: Stager) -> None:
+        ended_before.append(ended.copy())
+        waits.set()
+        idle(stager)
+
     def handle(*_: Any) -> None:
-        interrupted.set()
         raise KeyboardInterrupt
 
     def interrupt() -> None:
@@ -244,6 +263,8 @@ def test_an_interrupt_waits_for_puts_that_have_begun(
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # type: ignore[arg-type]  # It runs.
 
     slow_puts(monkeypatch, hold_up)
+    monkeypatch.setattr(_sharded, "Latch", Told)
+    monkeypatch.setattr(Stager, "idle", made_idle)
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         other = threading.Thread(target=interrupt)
@@ -253,7 +274,7 @@ def test_an_interrupt_waits_for_puts_that_have_begun(
         other.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert ended == [stagers[5]]
+    assert ended_before == [[stagers[5]]] * len(stagers)
     assert not any(stager._ledger.h2d.busy for stager in stagers)
 
 
@@ -278,7 +299,10 @@ def test_an_interrupt_behind_a_put_that_is_not_entered_yet_waits_for_it(
         copy_h2d(*arguments)
 
     def lets_go(stager: Stager) -> None:
-        gate.set()
+        if stager is stagers[0]:
+            raise xferlib.ClosedError("another thread has closed it")
+        if stager is stagers[5]:
+            gate.set()
         idle(stager)
 
     monkeypatch.setattr(Stager, "put", interrupted)

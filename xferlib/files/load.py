@@ -87,6 +87,10 @@ class Puts(Protocol):
         Called by the loading thread, for up to two groups before the first is done.
         """
 
+    def idle(self) -> None:
+        """Block until all that was put is done, also where an interrupt has lost what `put` returned. Called by the loading thread,
+        where a load fails. Raises `XferError` if it cannot wait."""
+
     def wait(self, arrays: list[Any]) -> None:
         """Block until what computes these device arrays is done. Raises one of the backend's `failures`."""
 
@@ -150,8 +154,8 @@ def load(
     the files have them, on the calling thread. What it raises ends the load.
 
     Members of an `.npz` pass through host memory one by one, small ones 8 MiB at a time; files of the other formats are never read
-    as a whole, and must not be changed meanwhile. Whatever is raised, nothing reads the files any more, unless an interrupt came
-    between two lines.
+    as a whole, and must not be changed meanwhile. Whatever is raised, nothing reads the files any more, unless an interrupt cut
+    the wait for that.
 
     Raises `ValueError` for files that are damaged or of another format, `TypeError` for dtypes that the backend does not have and
     for Python objects, `ImportError` with what to type where a package is missing or too old, and as `Stager.put` does.
@@ -211,6 +215,9 @@ class _Direct:
         # Nobody else has the memory, so put need not wait until the CPU has read it.
         return self._stager.put(arrays, borrow=True)
 
+    def idle(self) -> None:
+        self._stager.idle()
+
     def wait(self, arrays: list[Any]) -> None:
         with self._stager.reader(arrays) as reader:
             reader.wait()
@@ -265,8 +272,9 @@ class _Load:
         self._told()
         try:
             self._load(ahead)
-        finally:
+        except BaseException:
             self._settle()
+            raise
         return {name: self._found[name] for name in self._selection.arrays}
 
     def _load(self, ahead: ReadAhead | None) -> None:
@@ -284,9 +292,13 @@ class _Load:
 
     def _settle(self) -> None:
         """Wait for what is under way: it reads files that the caller may change next."""
+        # A stager that another thread closes refuses what is asked of it below.
         for _, started in self._under_way:
             with suppress(Exception):
                 started.synchronize()
+        # An interrupt, or what a signal's handler raises, may have come between the start of a put and its entry.
+        with suppress(XferError):
+            self._puts.idle()
 
     def _pieces(self) -> Iterator[_OnePut]:
         of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._selection.readers}

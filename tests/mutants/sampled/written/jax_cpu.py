@@ -106,11 +106,11 @@ MUTANTS = [
     ),
     (
         SHARDED,
-        "    except BaseException as error:\n        wait_for_all(transfers.values())\n",
-        "    except BaseException as error:\n",
+        "    except BaseException:\n        wait_for_all(transfers.values())\n",
+        "    except BaseException:\n",
     ),
-    (SHARDED, "                last.idle()\n", "                pass\n"),
-    (SHARDED, "            ended.wait()\n        wait_for_all(transfers.values())\n", "            ended.wait()\n"),
+    (LOAD, "                stager.idle()\n", "                pass\n"),
+    (LOAD, "            with suppress(xferlib.XferError):\n                stager.idle()\n", "            stager.idle()\n"),
     (SHARDED, "            ended.wait()\n", "            pass\n"),
     (
         SHARDED,
