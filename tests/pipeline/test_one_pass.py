@@ -139,6 +139,35 @@ def test_a_source_that_cannot_be_iterated_says_so_once(make: Maker, stager: xfer
 
 
 @LOOPS
+def test_a_second_epoch_over_an_iterator_is_told_of_once(make: Maker, stager: xferlib.Stager) -> None:
+    batches = map(np.copy, [np.ones(3)] * 2)
+    assert len(list(make(batches, stager, 2))) == 2
+    loop = make(batches, stager, 2)
+    name = "results" if make is drained else "batches"
+    with pytest.warns(RuntimeWarning, match=f"{name}: this map gave nothing.*for each epoch") as told:
+        assert list(loop) == []
+    assert next(loop, None) is None
+    assert [(one.filename, one.lineno) for one in told] == [(__file__, make.__code__.co_firstlineno + 1)]
+
+
+@LOOPS
+@pytest.mark.parametrize("source", [list, lambda: range(0), lambda: (np.ones(3) for _ in ())], ids=["list", "range", "generator"])
+def test_a_source_that_has_no_batches_is_empty(make: Maker, source: Callable[[], Any], stager: xferlib.Stager) -> None:
+    assert list(make(source(), stager, 2)) == []
+
+
+@LOOPS
+def test_an_iterator_that_only_raises_has_given_something(make: Maker, stager: xferlib.Stager) -> None:
+    def fails(_: object) -> None:
+        raise OSError("no disk")
+
+    loop = make(map(fails, [1]), stager, 2)
+    with pytest.raises(OSError, match="no disk"):
+        next(loop)
+    assert list(loop) == []
+
+
+@LOOPS
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_a_second_pass_over_a_loop_that_has_ended_is_refused(make: Maker, count: int, stager: xferlib.Stager) -> None:
     loop = make([np.full(3, number) for number in range(count)], stager, 2)

@@ -196,31 +196,6 @@ def test_close_does_not_wait_for_ever_for_a_source_that_is_stuck(stager: xferlib
     assert stager.stats().h2d_nbytes == moved
 
 
-def test_a_second_epoch_over_an_iterator_is_told_of(stager: xferlib.Stager) -> None:
-    batches = map(np.copy, [np.ones(3)] * 2)
-    assert len(list(xferlib.prefetch(batches, stager))) == 2
-    loop = xferlib.prefetch(batches, stager)
-    with pytest.warns(RuntimeWarning, match="batches: this map gave nothing.*for each epoch") as told:
-        assert list(loop) == []
-    assert [(one.filename, one.lineno) for one in told] == [(__file__, loop._begun_at.line)]
-    assert next(loop, None) is None
-
-
-@pytest.mark.parametrize("source", [[], range(0), (np.ones(3) for _ in range(0))], ids=["list", "range", "generator"])
-def test_a_source_that_has_no_batches_is_empty(stager: xferlib.Stager, source: Any) -> None:
-    assert list(xferlib.prefetch(source, stager)) == []
-
-
-def test_an_iterator_that_only_raises_has_given_something(stager: xferlib.Stager) -> None:
-    def fails(_: object) -> None:
-        raise OSError("no disk")
-
-    loop = xferlib.prefetch(map(fails, [1]), stager)
-    with pytest.raises(OSError, match="no disk"):
-        next(loop)
-    assert list(loop) == []
-
-
 def test_rewrites_is_yes_or_no(stager: xferlib.Stager) -> None:
     with pytest.raises(TypeError, match="rewrites='no': expected True or False"):
         xferlib.prefetch([np.ones(3)], stager, rewrites="no")  # type: ignore[call-overload]

@@ -81,6 +81,11 @@ class Drain(Generic[TreeT_co]):
         return len(self._pending)
 
     @property
+    def taken(self) -> int:
+        """How many results were taken, and errors in the place of one."""
+        return self._taken
+
+    @property
     def failing(self) -> bool:
         """Whether the newest result that is not taken is one that `fail` was told of."""
         try:

@@ -13,7 +13,7 @@ from xferlib.errors import ClosedError
 from xferlib.memory.arrays import Array
 from xferlib.pipeline.drain import Drain
 from xferlib.pipeline.memory_estimate import MemoryEstimate
-from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended
+from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended, warning_if_empty
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.prefetch import Prefetch
 from xferlib.pipeline.report import Report, of_drain, of_stream
@@ -58,6 +58,7 @@ def drain(
     them, or all, are there at a time, besides those that are kept. If `pinned_limit` has no room for so many like the first, the
     first is refused, and nothing is copied. See `Drain` for both.
     `stream`: the one whose work makes the results. None: the consumer's current one. Results come out typed as by `Stager.get`.
+    A generator that has ended, and another iterator that gives nothing, is told of by a `RuntimeWarning`.
     """
     # As in `prefetch`.
     check_stager(stager, results)
@@ -94,6 +95,8 @@ class Drained(OnePass, Generic[TreeT_co]):
             stager.check_stream(stream)
         check_iterable(results, "results")
         warn_of_ended(results, "results")
+        # A prefetch tells of its own.
+        self._if_empty = warning_if_empty(results, "results") if prefetched is None else None
         self._stream = stream
         self._results = iter(results)
         self._prefetched = prefetched
@@ -157,6 +160,8 @@ class Drained(OnePass, Generic[TreeT_co]):
         except StopIteration:
             self._spent = True
             self.close()
+            if self._if_empty is not None and not self._drain.taken:
+                self._if_empty()
             raise
         except Exception:
             self._clock.turn(None if self._closed else "work")

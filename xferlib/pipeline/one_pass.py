@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import repeat
 from operator import call
 from types import GeneratorType
@@ -11,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from xferlib.callers import user_line
 
-__all__ = ["OnePass", "capped_depth", "known_length", "steps", "warn_of_ended", "words_if_empty"]
+__all__ = ["OnePass", "capped_depth", "known_length", "steps", "warn_of_ended", "warning_if_empty"]
 
 T = TypeVar("T")
 
@@ -80,16 +81,17 @@ def warn_of_ended(source: object, name: str) -> None:
     )
 
 
-def words_if_empty(source: object, name: str) -> str | None:
-    """Return what to say of an iterator that turns out to give nothing, as one does that an earlier loop has taken all from. None:
-    a source that begins anew, or that says that it has none.
+def warning_if_empty(source: object, name: str) -> Callable[[], None] | None:
+    """Return what warns, at the caller's line, of an iterator that turns out to give nothing, as one does that an earlier loop has
+    taken all from. None: a source that begins anew, or that says that it has none.
 
     `name`: the argument.
     """
     # Of a generator it was known beforehand.
     if not isinstance(source, Iterator) or isinstance(source, GeneratorType) or known_length(source) is not None:
         return None
-    return (
+    return partial(
+        user_line().warn,
         f"{name}: this {type(source).__qualname__} gave nothing. If an earlier loop has taken all that it had, make a new one for "
-        "each loop, and so for each epoch"
+        "each loop, and so for each epoch",
     )

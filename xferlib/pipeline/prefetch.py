@@ -24,7 +24,7 @@ from xferlib.pipeline.background import BackgroundIterator
 from xferlib.pipeline.completion import Completion, completion_of
 from xferlib.pipeline.failed import STAGER_CLOSED
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
-from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended, words_if_empty
+from xferlib.pipeline.one_pass import OnePass, capped_depth, known_length, steps, warn_of_ended, warning_if_empty
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import Report, of_prefetch
 from xferlib.pipeline.ring import Slot
@@ -169,7 +169,7 @@ class Prefetch(OnePass, Generic[TreeT_co]):
         self._length = length = known_length(batches)
         depth = capped_depth(self._asked, length)
         self._begun_at = user_line()
-        self._if_empty = words_if_empty(batches, "batches")
+        self._if_empty = warning_if_empty(batches, "batches")
         self._puts = puts
         self._clock = PhaseTimer()
         self._taken = self._late = 0
@@ -225,10 +225,10 @@ class Prefetch(OnePass, Generic[TreeT_co]):
             self._clock.turn("work")
             return value
         except StopIteration:
-            words, self._if_empty = self._if_empty, None
+            warn, self._if_empty = self._if_empty, None
             self.close()
-            if words is not None and not self._background.begun:
-                self._begun_at.warn(words)
+            if warn is not None and not self._background.begun:
+                warn()
             raise
         except Exception:
             self._clock.turn(None if self._background.closed else "work")

@@ -24,8 +24,12 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, R
 
 MUTANTS = [
     (THREAD, "        if ends_program(error):\n", "        if False:\n"),
-    (PREFETCH, "if words is not None and not self._background.begun:", "if words is not None:"),
-    (PREFETCH, "if words is not None and not self._background.begun:", "if False:"),
+    (PREFETCH, "if warn is not None and not self._background.begun:", "if warn is not None:"),
+    (PREFETCH, "if warn is not None and not self._background.begun:", "if False:"),
+    (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if self._if_empty is not None:"),
+    (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if self._if_empty is not None and not self._taken:"),
+    (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if False:"),
+    (DRAINED, 'warning_if_empty(results, "results") if prefetched is None else None', 'warning_if_empty(results, "results")'),
     (PREFETCH, '        flag(puts.rewrites, "rewrites")\n', ""),
     (BACKGROUND, 'if not (self._left and shared.clock.phase == "source") and not self._join():', "if not self._join():"),
     (BACKGROUND, 'if not (self._left and shared.clock.phase == "source") and not self._join():', "if False:"),
