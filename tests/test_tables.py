@@ -63,6 +63,33 @@ def test_a_run_that_had_too_little_time_leaves_cells_and_no_table_out(name: str)
         assert all(cell in (known, "", tables.NOT_MEASURED) for cell, known in zip(new, old, strict=True))
 
 
+NOTHING, NOT_MEASURED = [""] * 4, ["not measured"] * 4
+BRIEF = {"loops": [NOT_MEASURED[:3]] * 8, "calls": [NOT_MEASURED, NOTHING, NOTHING, *[NOT_MEASURED, NOTHING] * 2]}
+"""What stands in a table where nothing was measured, but for the heading and the words of each row."""
+
+
+@pytest.mark.parametrize("name", BRIEF)
+def test_a_size_that_was_not_measured_says_so_in_its_column_alone(name: str) -> None:
+    measured = records.read(tables.RESULTS)
+    heading, *whole = map(list, tables.TABLES[name](tables.Results(measured)))
+    assert [row[1:] for row in tables.TABLES[name](tables.Results([]))[1:]] == BRIEF[name]
+    for column, size in enumerate(heading[1:]):
+        count, unit = size.split()
+        nbytes = int(count) << {"KiB": 10, "MiB": 20}[unit]
+        _, *brief = tables.TABLES[name](tables.Results([one for one in measured if one["nbytes"] != nbytes]))
+        for new, old, cells in zip(brief, whole, BRIEF[name], strict=True):
+            assert new == [*old[: column + 1], cells[column], *old[column + 2 :]]
+
+
+def test_a_loader_that_was_not_measured_says_so_beside_those_that_were() -> None:
+    measured = records.read(tables.RESULTS)
+    whole = tables.loaders(tables.Results(measured))
+    brief = tables.loaders(tables.Results([one for one in measured if one["nbytes"] != 64 << 20]))
+    assert [[re.sub(r" / [\d.]+", " / not measured", cell) for cell in row] for row in whole[1:]] == brief[1:]
+    assert brief[0] == whole[0]
+    assert [row[1:] for row in tables.loaders(tables.Results([]))[1:]] == [["not measured / not measured"] * 2] * 5
+
+
 def test_a_figure_that_is_changed_by_hand_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "numbers.md"
     right = (ROOT / "docs" / "numbers.md").read_text()

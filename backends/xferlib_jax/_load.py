@@ -132,11 +132,8 @@ class _Puts:
             for device, pulled in plan.views([arrays[name]]).items():
                 views.setdefault(device, []).extend(pulled)
         taken = self._taken()
-        if len(views) > 1 and self._takes:
-            transfers = start_at_once(self._stagers, views, self._threads)
-        else:
-            # Where nobody waits for the driver, threads that wait for each other take twice the time.
-            transfers = start(self._stagers, views, borrow=True)
+        # Where nobody waits for the driver, threads that wait for each other take twice the time.
+        transfers = start_at_once(self._stagers, views, self._threads) if self._takes else start(self._stagers, views, borrow=True)
         self._takes = self._taken() != taken
         return _Started(plans, transfers)
 

@@ -62,6 +62,16 @@ def test_each_piece_is_told_of_from_none_to_all(stager: Stager, path: Path) -> N
     assert told == [(0, 0)]
 
 
+@pytest.mark.parametrize(("most", "pieces"), [(2 * NBYTES - 1, 6), (2 * NBYTES, 3), (3 * NBYTES - 1, 3), (3 * NBYTES, 2)])
+def test_a_piece_has_as_many_arrays_as_its_bytes_allow(
+    stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch, most: int, pieces: int
+) -> None:
+    monkeypatch.setattr("xferlib.files.load.PIECE_NBYTES", most)
+    told: list[int] = []
+    xferlib.load(path, stager, progress=lambda done, total: told.append(done))
+    assert told == [number * COUNT // pieces * NBYTES for number in range(pieces + 1)]
+
+
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
 def test_other_formats_tell_as_well(stager: Stager, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"

@@ -204,6 +204,18 @@ def test_devices_that_take_no_memory_any_more_are_put_to_in_turn(
     assert {*used} == {threading.current_thread()}
 
 
+def test_devices_of_which_some_have_no_memory_yet_are_put_to_at_once(
+    path: Path, stagers: tuple[Stager, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stagers[0].put(ARRAYS["embed"], borrow=True).synchronize()
+    assert [stager.stats().device_nbytes > 0 for stager in stagers] == [True, *[False] * 7]
+    threads: list[threading.Thread] = []
+    slow_puts(monkeypatch, lambda _: threads.append(threading.current_thread()))
+    xferlib_jax.load(path, over(("a", "b")), names=["embed"], stagers=stagers)
+    assert len(threads) == len(stagers)
+    assert threading.current_thread() not in threads
+
+
 def test_the_threads_have_the_callers_64_bit_types(tmp_path: Path) -> None:
     array = RANDOM.random((512, 1024))
     np.save(tmp_path / "a.npy", array)

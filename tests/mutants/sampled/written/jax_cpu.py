@@ -35,12 +35,9 @@ PUTS = "xferlib/h2d.py"
 MUTANTS = [
     (LOAD, "        self._takes = self._taken() != taken\n", "        self._takes = True\n"),
     (LOAD, "        self._takes = self._taken() != taken\n", "        self._takes = False\n"),
-    (LOAD, "        self._takes = not all(self._taken())\n", "        self._takes = False\n"),
-    (
-        LOAD,
-        "            transfers = start(self._stagers, views, borrow=True)\n",
-        "            transfers = start(self._stagers, views, borrow=False)\n",
-    ),
+    (LOAD, "        self._takes = not all(self._taken())\n", "        self._takes = not any(self._taken())\n"),
+    (LOAD, "        self._takes = not all(self._taken())\n", "        self._takes = True\n"),
+    (LOAD, "else start(self._stagers, views, borrow=True)", "else start(self._stagers, views, borrow=False)"),
     (SAVE, "device = min(devices, key=self._nbytes.__getitem__)", "device = devices[0]"),
     (SAVE, "            self._nbytes[device] += _arrays.nbytes_of(shard)\n", ""),
     (SAVE, "hold(devices, keep=True)", "hold(devices, keep=False)"),

@@ -30,6 +30,7 @@ MUTANTS = [
     (LOAD, "(1 if piece.reader.in_memory else PIECES_AHEAD)", "PIECES_AHEAD"),
     (LOAD, "return {name: self._found[name] for name in self._selection.arrays}", "return self._found"),
     (LOAD, "        for _, started in self._under_way:\n", "        for _, started in ():\n"),
+    (LOAD, "if taken and nbytes + self._sizes[name] > most:", "if taken and nbytes + self._sizes[name] >= most:"),
     (LOAD, "            self._puts.idle()\n", "            pass\n"),
     (LOAD, "        with suppress(XferError):\n            self._puts.idle()\n", "        self._puts.idle()\n"),
     (LOAD, "        self._stager.idle()\n", "        pass\n"),
