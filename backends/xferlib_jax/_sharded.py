@@ -150,7 +150,6 @@ class ShardedPuts:
         # Reentrant: a finalizer that ends the loop may run inside a put of its own thread.
         self._putting = threading.RLock()
         self._over = False
-        self._waits_before = self._waits()
 
     def put(self, batch: Any, *, unshared: bool) -> ShardedTransfer:
         """Start the copies of a batch: a tree of arrays, or a slot of any ring. Raises as `Stager.put`.
@@ -208,10 +207,7 @@ class ShardedPuts:
         return started.value
 
     def device_waits(self) -> int:
-        """Return how many puts of all stagers have waited on their device since this was made."""
-        return self._waits() - self._waits_before
-
-    def _waits(self) -> int:
+        """Return how many puts of all stagers have waited on their device."""
         return sum(stager.stats().device_waits for stager in self._stagers.values())
 
     def _is_pinned(self, leaf: Any) -> bool:

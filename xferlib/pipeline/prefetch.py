@@ -127,7 +127,7 @@ class BatchPuts(Protocol):
         """Return the batch on the device. On the consumer's thread."""
 
     def device_waits(self) -> int:
-        """Return how many puts of the loop have waited on the device for work that still read an older batch. Any thread."""
+        """Return how many puts have waited on the device for work that still read an older batch, since whenever. Any thread."""
 
 
 @final
@@ -386,7 +386,6 @@ class _StagerPuts:
         self.rewrites = rewrites
         self._stager = stager
         self._stream = stream
-        self._waits_before = stager.stats().device_waits
 
     def put(self, batch: Any, *, unshared: bool) -> Transfer:
         """See `BatchPuts`."""
@@ -429,7 +428,7 @@ class _StagerPuts:
 
     def device_waits(self) -> int:
         """See `BatchPuts`."""
-        return self._stager.stats().device_waits - self._waits_before
+        return self._stager.stats().device_waits
 
     def _is_pinned(self, array: Array) -> bool:
         return array.nbytes > 0 and self._stager.backend.is_pinned(address_of(array), array.nbytes)
