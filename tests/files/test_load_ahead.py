@@ -245,6 +245,85 @@ def test_a_mapping_is_held_while_it_is_unmapped(path: Path, monkeypatch: pytest.
         assert until(lambda: not unmaps())
 
 
+def test_a_mapping_is_let_go_of_while_the_thread_waits_for_another(path: Path) -> None:
+    with path.open("rb") as stream:
+        raw = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    held = weakref.ref(raw)
+    with Unmapping() as behind:
+        behind([FileRange(0, 0, raw.nbytes, raw.ctypes.data)], raw)
+        del raw
+        assert until(lambda: held() is None)
+
+
+def test_a_load_that_fails_waits_for_what_is_being_unmapped_and_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Behind loads that did not fail it goes on.
+    assert until(lambda: not unmaps())
+    begun, joined = threading.Event(), threading.Event()
+    unmapped: list[tuple[int, int]] = []
+    join = threading.Thread.join
+
+    def slow(address: int, nbytes: int, advice: int) -> None:
+        unmapped.append((address, nbytes))
+        begun.set()
+        joined.wait(20)
+
+    def waited_for(thread: threading.Thread, timeout: float | None = None) -> None:
+        joined.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(ahead_module, "_madvise", slow)
+    monkeypatch.setattr(threading.Thread, "join", waited_for)
+    # Of two files, so they are not joined. Nothing is there: it would be unmapped by what stands in its place here.
+    apart = [FileRange(file, 0, 4 * MIB, 64 * MIB * file + 100) for file in (1, 2)]
+    try:
+        with pytest.raises(RuntimeError, match="enough"), Unmapping() as behind:
+            behind(apart, None)
+            behind(apart, None)
+            assert begun.wait(20)
+            raise RuntimeError("enough")
+        assert not unmaps()
+    finally:
+        joined.set()
+    # Whole pages of its own.
+    assert unmapped == [(64 * MIB + mmap.PAGESIZE, 4 * MIB - mmap.PAGESIZE)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "joined"),
+    [
+        ([(1, 0), (1, 100)], [(1, 0, 200)]),
+        ([(1, 0), (1, 100 + ahead_module.ADVISED)], [(1, 0, 200 + ahead_module.ADVISED)]),
+        ([(1, 0), (1, 101 + ahead_module.ADVISED)], [(1, 0, 100), (1, 101 + ahead_module.ADVISED, 100)]),
+        ([(1, 0), (1, 100), (1, 300)], [(1, 0, 400)]),
+        # As in a file whose header names them in another order.
+        ([(1, 100), (1, 0)], [(1, 100, 100), (1, 0, 100)]),
+        ([(1, 0), (2, 100)], [(1, 0, 100), (2, 100, 100)]),
+        ([], []),
+    ],
+)
+def test_ranges_are_joined_where_they_follow_each_other(starts: list[tuple[int, int]], joined: list[tuple[int, int, int]]) -> None:
+    file_ranges = [FileRange(file, start, 100, start) for file, start in starts]
+    assert [one[:3] for one in ahead_module._joined(file_ranges)] == joined
+
+
+def test_two_pieces_are_read_ahead_of_those_that_are_put(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "PIECE_NBYTES", MIB)
+    told: list[str] = []
+    put = Stager.put
+
+    def asked(_: object, file_ranges: Iterator[FileRange]) -> None:
+        told.append(f"read {next(file_ranges).nbytes // MIB}")
+
+    def noted(stager: Stager, arrays: dict[str, Any], **options: Any) -> Any:
+        told.extend(f"put {array.nbytes // MIB}" for array in arrays.values())
+        return put(stager, arrays, **options)
+
+    monkeypatch.setattr(ahead_module.ReadAhead, "__call__", asked)
+    monkeypatch.setattr(Stager, "put", noted)
+    xferlib.load(path, stager)
+    assert told == ["read 5", "read 3", "read 3", "put 5", "read 9", "put 3", "put 3", "put 9"]
+
+
 def test_a_load_does_without_threads_of_its_own(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_to_be_had(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -139,6 +139,23 @@ def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, m
             assert_same(got[name], array.astype(np.float16))
 
 
+@pytest.mark.parametrize(("count", "trims"), [(1, 1), (2, 1), (3, 2), (6, 3)])
+def test_the_stager_is_trimmed_when_so_much_was_converted_and_at_the_end(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, trims: int
+) -> None:
+    """Each time the device may have to wait."""
+    nbytes = 1 << 20
+    safetensors.numpy.save_file(
+        {str(number): np.zeros(nbytes // 4, np.float32) for number in range(count)}, tmp_path / "a.safetensors"
+    )
+    monkeypatch.setattr("xferlib.files.load.PIECE_NBYTES", nbytes)
+    monkeypatch.setattr("xferlib.files.load.TRIM_AFTER_NBYTES", 2 * nbytes)
+    trimmed: list[Stager] = []
+    monkeypatch.setattr(Stager, "trim", lambda stager: trimmed.append(stager))
+    xferlib.load(tmp_path / "a.safetensors", stager, dtype="float16")
+    assert trimmed == [stager] * trims
+
+
 def test_small_arrays_that_stay_keep_no_memory_of_those_that_are_converted(tmp_path: Path) -> None:
     """Small ones that are put together share memory."""
     arrays: dict[str, Any] = {f"bias {number}": np.full(1000, number, np.float32) for number in range(500)}

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -161,6 +162,65 @@ def test_whatever_was_started_is_waited_for_before_the_error_is_raised(stager: S
         xferlib.load(path, noted, progress=tell)
     assert len(noted.started) == min(at + 1, COUNT)
     assert all(transfer._finished for transfer in noted.started)
+
+
+def test_a_put_whose_wait_was_interrupted_is_waited_for(stager: Stager, path: Path) -> None:
+    waited: list[int] = []
+
+    class Interrupted:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        @property
+        def value(self) -> Any:
+            raise AssertionError("it was not done")
+
+        def synchronize(self) -> None:
+            waited.append(self._number)
+            if len(waited) == 1:
+                raise KeyboardInterrupt
+
+    class Interrupting(Noted):
+        def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> Any:
+            super().put(arrays, like)
+            return Interrupted(len(self.started))
+
+    with pytest.raises(KeyboardInterrupt):
+        xferlib.load(path, Interrupting(stager))
+    assert waited == [1, 1, 2]
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_what_a_put_refuses_is_said_with_its_file(stager: Stager, path: Path, error: type[Exception]) -> None:
+    class Refusing(Noted):
+        def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> Any:
+            raise error("not this one")
+
+    with pytest.raises(error, match="not this one") as caught:
+        xferlib.load(path, Refusing(stager), dtype={"*": np.int16})
+    where, *advice = caught.value.__notes__
+    assert where == f"in {str(path)!r}"
+    # As the file has it, the backend may lack it.
+    assert [words.startswith("dtype= converts on the device") for words in advice] == [True] * (error is TypeError)
+
+
+def test_members_of_an_archive_are_read_once(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays: dict[str, Any] = dict(ARRAYS)
+    np.savez(tmp_path / "a.npz", **arrays)
+    opened: list[str] = []
+    open_member = zipfile.ZipFile.open
+
+    def noted(archive: zipfile.ZipFile, name: Any, *arguments: Any, **options: Any) -> Any:
+        opened.append(name if isinstance(name, str) else name.filename)
+        return open_member(archive, name, *arguments, **options)
+
+    plain = Noted(stager)
+    monkeypatch.setattr(zipfile.ZipFile, "open", noted)
+    xferlib.load(tmp_path / "a.npz", plain)
+    once = sorted(opened)
+    opened.clear()
+    xferlib.load(tmp_path / "a.npz", plain, like=arrays)
+    assert sorted(opened) == once
 
 
 def test_what_stands_in_a_stagers_place_is_given_what_the_tree_has_for_each_array(stager: Stager, path: Path) -> None:

@@ -340,9 +340,13 @@ def test_batches_of_which_no_depth_has_room_are_refused_without_naming_one() -> 
 def test_a_slot_that_there_is_no_room_for_goes_back_to_its_ring() -> None:
     with xferlib.stager("host", device_limit=64 << 10) as stager, xferlib.Ring(stager, (64 << 10, np.uint8), slots=1) as ring:
         for _ in range(2):
-            batches = xferlib.prefetch((ring.acquire() for _ in range(1)), stager)
-            with pytest.raises(xferlib.AllocationError, match="depth=2 needs"):
+            with (
+                xferlib.prefetch((ring.acquire() for _ in range(1)), stager) as batches,
+                pytest.raises(xferlib.AllocationError, match="depth=2 needs") as raised,
+            ):
                 next(batches)
+            # What the loop has is said already.
+            assert not any("depth=2" in note for note in raised.value.__notes__)
 
 
 def test_a_consumer_that_keeps_more_than_the_device_holds_is_told_in_place() -> None:
@@ -366,6 +370,8 @@ def test_the_bill_is_known_before_the_consumer_begins(stager: xferlib.Stager) ->
     assert bill.pinned_nbytes == 3 << 20
     assert str(bill) == "3.0 MiB pinned: 3 x 1.0 MiB batches of the source's own\n4.0 MiB device: 4 x 1.0 MiB batches"
     assert str(xferlib.prefetch([], stager).bill) == "nothing"
+    with xferlib.prefetch([stager.empty_pinned(1 << 20, np.uint8)] * 2, stager, 4) as batches:
+        assert batches.bill.pinned_nbytes == 2 << 20
 
 
 def test_who_asks_for_the_bill_waits_for_the_first_batch(stager: xferlib.Stager) -> None:

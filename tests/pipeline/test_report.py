@@ -13,7 +13,7 @@ from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import held, on_thread
-from tests.pipeline.steps import PATIENCE, PutBy, batch, h2d, part, until
+from tests.pipeline.steps import PATIENCE, PutBy, Source, batch, h2d, part, until
 from xferlib.pipeline import phase_timer as clock_module
 from xferlib.pipeline.phase_timer import PhaseTimer
 from xferlib.pipeline.report import of_drain, of_prefetch, of_stream
@@ -152,6 +152,41 @@ def test_copies_that_were_late_before_the_second_batch_do_not_count(stager: xfer
         list(batches)
     stream.close()
     assert "; 0 came out of the queue before the copy was done" in str(batches.report())
+
+
+def test_a_batch_that_was_not_there_when_it_was_asked_for_is_no_late_copy(stager: xferlib.Stager) -> None:
+    def take() -> None:
+        # Its copy cannot be done yet. The stream waits for it, and not this thread.
+        with Stream() as stream:
+            next(batches)
+        streams.append(stream)
+
+    streams: list[Stream] = []
+    source = Source(1, stop_at=0)
+    with held(h2d(stager)) as gate:
+        batches = xferlib.prefetch(source, stager)
+        taker = on_thread(take)
+        until(lambda: batches._background._shared.takers)
+        source.gate.set()
+        taker.result(PATIENCE)
+        gate.set()
+    streams[0].close()
+    assert next(batches, None) is None
+    assert batches._late == 0
+
+
+@pytest.mark.parametrize("make", [xferlib.prefetch, xferlib.drain])
+def test_a_loop_that_is_asked_behind_its_close_reports_no_more_time(make: Any, stager: xferlib.Stager, time: Time) -> None:
+    loop = make([np.zeros(3)] * 5, stager)
+    for _ in range(2):
+        next(loop)
+        time.now += 1
+    loop.close()
+    first = loop.report()
+    with pytest.raises(xferlib.ClosedError):
+        next(loop)
+    time.now += 5
+    assert loop.report() == first
 
 
 def test_slow_copies_are_called_so(stager: xferlib.Stager, time: Time) -> None:

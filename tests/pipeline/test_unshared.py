@@ -209,11 +209,20 @@ SOURCES: dict[str, tuple[Callable[[], Any], bool]] = {
 
 @pytest.mark.parametrize(("source", "borrowed"), SOURCES.values(), ids=SOURCES)
 def test_a_loop_borrows_what_nobody_else_refers_to(
-    source: Callable[[], Any], borrowed: bool, stager: xferlib.Stager, waits: list[Transfer]
+    source: Callable[[], Any], borrowed: bool, stager: xferlib.Stager, waits: list[Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    put = xferlib.Stager.put
+    how: list[Any] = []
+
+    def noted(stager: xferlib.Stager, tree: Any, *, borrow: Any) -> Any:
+        how.append(borrow)
+        return put(stager, tree, borrow=borrow)
+
+    monkeypatch.setattr(xferlib.Stager, "put", noted)
     with xferlib.prefetch(source(), stager) as loop:
         assert [set(tree.tolist()) for tree in loop] == [{0}, {1}, {2}, {3}]
     assert len(waits) == (0 if borrowed else 4)
+    assert how == [True if borrowed else "staged"] * 4
 
 
 def test_a_batch_that_could_not_be_borrowed_is_told_with_its_place(stager: xferlib.Stager) -> None:
