@@ -119,12 +119,18 @@ class Drain(Generic[TreeT_co]):
         self._estimate(tree)
         try:
             transfer = self._pinned(tree, stream) if self._writer is None else self._into_out(self._writer, tree, stream)
+            if self._writer is not None:
+                self._flying.append(transfer)
+            self._pending.append(transfer)
         except ClosedError as error:
             error.add_note(STAGER_CLOSED)
             raise
-        if self._writer is not None:
-            self._flying.append(transfer)
-        self._pending.append(transfer)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # An interrupt may have come between the start of the copy and its entry: nobody could wait for it any more.
+                with suppress(XferError):
+                    self._stager.idle()
+            raise
         self._changed.wake()
         if self._closed:
             # Another thread closed it meanwhile, and may know nothing of this result: nobody may take it after a gap.

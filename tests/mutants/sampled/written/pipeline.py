@@ -30,6 +30,7 @@ MUTANTS = [
     (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if self._if_empty is not None and not self._taken:"),
     (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if False:"),
     (DRAINED, 'warning_if_empty(results, "results") if prefetched is None else None', 'warning_if_empty(results, "results")'),
+    (DRAIN, "                    self._stager.idle()\n", "                    pass\n"),
     (PREFETCH, "late = waiting and not transfer.done()", "late = not transfer.done()"),
     (PREFETCH, 'turn(None if self._background.closed else "work")', 'turn("work")'),
     (DRAINED, 'turn(None if self._closed else "work")', 'turn("work")'),
