@@ -323,6 +323,82 @@ def test_a_thread_that_makes_its_copies_late_under_their_hold_is_waited_for(devi
     assert late
 
 
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (0, r"the steps copy different amounts host to device \(1\.0 MiB, 0 bytes, 1\.0 MiB\)"),
+        (1, "some steps copied less host to device than in the baseline: .* one in each step"),
+        (2, "some steps copied less host to device than in the baseline: .* one in each step"),
+    ],
+)
+def test_a_loop_that_does_not_overlap_and_copies_nothing_in_some_steps_does_not_pass(
+    device: Played, first: int, words: str
+) -> None:
+    """Where the steps of a baseline are alike by luck, a step without a batch under a hold is not one whose batch came in time."""
+    numbers = itertools.count(first)
+
+    def step() -> None:
+        device.launch()
+        if next(numbers) % 4 != 3:
+            device.copy("h2d", COMPUTE)
+
+    with pytest.raises(xferlib.UndecidedError, match=words):
+        xferlib.assert_overlaps(step)
+
+
+def test_a_direction_that_only_some_step_copies_in_is_not_taken_for_one_without_copies(device: Played) -> None:
+    """The second baseline has none of them."""
+    inner, count = overlapping(device), itertools.count(1)
+
+    def step() -> None:
+        inner()
+        if next(count) % 30 == 4:
+            device.copy("d2h", COMPUTE)
+
+    amounts = r"different amounts device to host \(1\.0 MiB, 0 bytes, 0 bytes, 0 bytes, 0 bytes, 0 bytes\)"
+    with pytest.raises(xferlib.UndecidedError, match=amounts):
+        xferlib.assert_overlaps(step)
+
+
+def test_the_last_copy_of_a_thread_that_had_no_turn_counts(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made in the rest behind the last step of all."""
+    steps, source = itertools.count(1), overlapping(device)
+    late, sleep = threading.Event(), time.sleep
+
+    def step() -> None:
+        if next(steps) != 15:
+            source()
+        else:
+            device.launch()
+            late.set()
+
+    def rest(seconds: float) -> None:
+        if seconds == loops.BASELINE_RESTS[1] and late.is_set():
+            late.clear()
+            device.copy("h2d")
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", rest)
+    xferlib.assert_overlaps(step)
+    assert next(steps) == 16
+
+
+def test_compute_that_takes_longer_than_nothing_may_happen_is_waited_for(device: Played) -> None:
+    """Under the hold of the copies only its end says that anything happens."""
+    state = itertools.count()
+
+    def step() -> None:
+        n = next(state)
+        device.wait_event(20 + (n + 1) % 2, COPIES)
+        device.copy("h2d", address=(n + 1) % 2)
+        device.record_event(10 + (n + 1) % 2, COPIES)
+        device.wait_event(10 + n % 2, COMPUTE)
+        device.launch(work=lambda: time.sleep(1.6 * loops.STUCK_SECONDS))
+        device.record_event(20 + n % 2, COMPUTE)
+
+    xferlib.assert_overlaps(step, steps=2, warmup=1)
+
+
 class Missed:
     """Calls that were not seen, as a recording tells of them."""
 

@@ -383,6 +383,23 @@ def test_a_copy_of_a_framework_s_thread_says_where_the_loop_was_at_the_latest() 
     assert "own, asked at loop.py:11 in step or earlier" in verdict(framework_waits).findings[0].words
 
 
+@pytest.mark.parametrize("period", [4, 5, 6, 7])
+@pytest.mark.parametrize("waits", [True, False], ids=["host waits", "same stream"])
+def test_a_loop_that_does_not_overlap_never_passes_because_some_step_copies_nothing(period: int, waits: bool) -> None:
+    for first in range(period):
+
+        def loop(m: Machine, n: int, first: int = first) -> None:
+            if (n + first) % period:
+                m.copy(10, "h2d", COPIES if waits else COMPUTE, address=n % 2)
+                m.record(11, 100, COPIES)
+            m.wait(12, 100, COMPUTE)
+            m.launch(13)
+            if waits:
+                m.sync_stream(14, COMPUTE)
+
+        assert verdict(loop) != Verdict(), first
+
+
 def test_batches_of_different_sizes_are_not_judged() -> None:
     def loop(m: Machine, n: int) -> None:
         m.copy(10, "h2d", COPIES, nbytes=(n + 1) * MIB)
