@@ -43,6 +43,31 @@ def test_a_program_runs_as_ever_and_leaves_both_files(tmp_path: Path) -> None:
     assert stderr.endswith("written: run.json and run.html\n")
 
 
+def test_threads_that_go_on_behind_the_end_of_the_program_are_named(tmp_path: Path) -> None:
+    """What they do is not in the trace, which would say that nothing was done."""
+    program = """
+import threading
+
+import numpy as np
+import xferlib
+
+def work():
+    # As long as the trace runs.
+    while xferlib.Trace.running():
+        pass
+    with xferlib.stager("host") as stager:
+        stager.put(stager.empty_pinned(1 << 20, np.uint8)).result()
+    print("worked")
+
+threading.Thread(target=work, name="loop").start()
+"""
+    (tmp_path / "train.py").write_text(program)
+    status, stdout, stderr = run("--", sys.executable, "train.py", cwd=tmp_path)
+    assert (status, stdout) == (0, "worked\n")
+    assert "no copy and no kernel was recorded" in stderr
+    assert "threads of the program still run (loop), and what they do from now on is not traced. Join them\n" in stderr
+
+
 def test_files_that_are_replaced_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
     (tmp_path / "x.html").write_text("an earlier one")

@@ -25,6 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     monkeypatch.setattr(loops, "Driver", lambda number: played)
     monkeypatch.setattr(loops, "recorded", played.recorded)
     monkeypatch.setattr(loops, "STUCK_SECONDS", 0.25)
+    monkeypatch.setattr(loops, "BASELINE_RESTS", (loops.REST_SECONDS, 0.1))
     free = len(gate_table().free)
     yield played
     assert len(gate_table().free) == free, "a gate was not given back"
@@ -63,7 +64,10 @@ def test_a_copy_on_the_compute_stream_fails_with_its_line(device: Played) -> Non
 
 
 def test_a_loop_that_waits_for_its_step_fails_with_the_line_of_the_wait(device: Played) -> None:
+    count = itertools.count(1)
+
     def step() -> None:
+        next(count)
         device.copy("h2d")
         device.record_event(1, COPIES)
         device.wait_event(1, COMPUTE)
@@ -72,6 +76,8 @@ def test_a_loop_that_waits_for_its_step_fails_with_the_line_of_the_wait(device: 
 
     with pytest.raises(AssertionError, match=r"host waits: the loop waits for compute in cu sync stream at .*test_loops\.py:\d+"):
         xferlib.assert_overlaps(step)
+    # A wait that is a call of CUDA need not be seen twice.
+    assert next(count) == 16
 
 
 def test_a_wait_that_is_no_call_of_cuda_is_found_by_its_line(device: Played) -> None:
@@ -397,6 +403,47 @@ def test_compute_that_takes_longer_than_nothing_may_happen_is_waited_for(device:
         device.record_event(20 + n % 2, COMPUTE)
 
     xferlib.assert_overlaps(step, steps=2, warmup=1)
+
+
+def test_a_step_that_is_too_slow_is_told_so(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "SLOWEST_SECONDS", 0.0)
+    with pytest.raises(xferlib.UndecidedError, match=r"a step takes \d\.\d s, so nobody can tell waiting from working"):
+        xferlib.assert_overlaps(overlapping(device))
+
+
+def test_a_rehearsal_holds_as_long_as_the_loop_goes_on(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "STUCK_SECONDS", 10.0)
+    inner, count, seen = overlapping(device), itertools.count(1), []
+
+    def step() -> None:
+        inner()
+        if next(count) in (7, 8, 9):
+            (referee,) = (thread for thread in threading.enumerate() if thread.name == "xferlib-overlap-rehearsal")
+            referee.join(0.05)
+            seen.append(referee.is_alive())
+
+    xferlib.assert_overlaps(step)
+    assert seen == [True, True, True]
+
+
+def test_copies_beyond_the_batches_under_a_hold_are_no_verdict(device: Played) -> None:
+    """What a rehearsal copied counts on neither side."""
+    count = itertools.count(1)
+
+    def step() -> None:
+        device.launch()
+        device.copy("h2d", COMPUTE)
+        if next(count) == 11:
+            device.copy("h2d", COMPUTE)
+
+    with pytest.raises(xferlib.UndecidedError, match=r"the loop copied 1\.0 MiB host to device more than its batches"):
+        xferlib.assert_overlaps(step)
+
+
+def test_what_cannot_be_held_is_no_verdict(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "hold", lambda stream, gate: False)
+    with pytest.raises(xferlib.UndecidedError, match="while compute were held, something kept this process from looking"):
+        xferlib.assert_overlaps(overlapping(device))
 
 
 class Missed:

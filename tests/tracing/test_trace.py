@@ -260,6 +260,16 @@ def test_a_picture_is_drawn(stager: xferlib.Stager, tmp_path: Path) -> None:
     assert "no kernel was recorded" in (tmp_path / "run.svg").read_text()
 
 
+@pytest.mark.parametrize("name", ["", "."])
+def test_a_folder_is_no_file_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with trace() as traced:
+        pass
+    with pytest.raises(IsADirectoryError, match=r"'\.' is a folder\. Name a file in it, such as 'run\.png'"):
+        traced.png(name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_picture_shows_what_is_narrower_than_a_pixel(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     second, count = 1_000_000_000, 37

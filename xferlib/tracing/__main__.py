@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -
     # The program may have closed its streams, nobody may read them any more, and the disk behind them may be full.
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
+    # The interpreter waits for them later, when nothing is recorded any more.
+    running = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.current_thread()]
     try:
         traced.__exit__(None, None, None)
         summary = str(traced.summary())
@@ -57,6 +60,8 @@ def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -
         _say(f"xferlib: the trace was lost: {error}")
         return False
     _say(f"\n{summary}")
+    if running:
+        _say(f"threads of the program still run ({', '.join(running)}), and what they do from now on is not traced. Join them")
     failed, told = False, []
     for write, path, name in ((traced.json, events, json_file), (traced.html, page, html)):
         try:

@@ -37,6 +37,9 @@ MARKS_ACROSS = 2000
 
 def write(recording: Recording, path: Path) -> None:
     """Draw the rows into a file, of the kind that its name says. Raises `XferError` without Matplotlib."""
+    if path.is_dir():
+        # Matplotlib would make a hidden file there.
+        raise IsADirectoryError(f"{str(path)!r} is a folder. Name a file in it, such as {str(path / 'run.png')!r}")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
