@@ -187,6 +187,43 @@ def test_what_the_step_raises_under_a_hold_is_raised_and_the_gate_is_opened(devi
         xferlib.assert_overlaps(step)
 
 
+def test_what_the_step_raises_says_more_than_what_the_device_says_then(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, count, synchronize = overlapping(device), itertools.count(1), device.synchronize
+
+    def fail() -> None:
+        synchronize()
+        raise DriverError("cuCtxSynchronize", 700)
+
+    def step() -> None:
+        inner()
+        if next(count) == 10:
+            monkeypatch.setattr(device, "synchronize", fail)
+            raise OSError("no more batches")
+
+    with pytest.raises(OSError, match="no more batches"):
+        xferlib.assert_overlaps(step)
+
+
+def test_what_is_done_when_the_gate_is_open_was_not_done_under_the_hold(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that was asked while the gate was shut may be answered when it is open."""
+    reached = device.reached
+
+    def answered_late(event: int) -> bool:
+        if not reached(event):
+            for thread in threading.enumerate():
+                if thread.name == "xferlib-overlap-referee":
+                    thread.join(10)
+        return True
+
+    def step() -> None:
+        device.launch()
+        device.copy("h2d", COMPUTE)
+
+    monkeypatch.setattr(device, "reached", answered_late)
+    with pytest.raises(AssertionError, match="same stream"):
+        xferlib.assert_overlaps(step)
+
+
 def test_what_fails_before_a_hold_has_begun_is_raised_and_leaves_nothing(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     made = itertools.count()
     destroyed: list[int] = []
