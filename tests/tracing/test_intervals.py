@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xferlib.tracing import intervals
 from xferlib.tracing.intervals import common, inside, length, union, without
 
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -38,6 +40,21 @@ class Counted(list[tuple[int, int]]):
         found = super().__getitem__(index)
         self.looked += len(found) if isinstance(index, slice) else 1
         return found
+
+
+def test_one_is_taken_from_many_without_a_look_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of copies in one gap are taken from it one after the other."""
+    looked = []
+
+    def noted(other: Sequence[tuple[int, int]], start: int, end: int) -> Sequence[tuple[int, int]]:
+        looked.append((start, end))
+        return overlapping(other, start, end)
+
+    overlapping = intervals.overlapping
+    monkeypatch.setattr(intervals, "overlapping", noted)
+    many = [(at, at + 2) for at in range(0, 3000, 3)]
+    assert without(many, [(1500, 1504)]) == [*many[:500], (1504, 1505), *many[502:]]
+    assert looked == [(1500, 1502), (1503, 1505)]
 
 
 def test_what_one_shares_with_many_is_found_without_a_look_at_all_of_them() -> None:
