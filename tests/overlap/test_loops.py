@@ -25,7 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     monkeypatch.setattr(loops, "Driver", lambda number: played)
     monkeypatch.setattr(loops, "recorded", played.recorded)
     monkeypatch.setattr(loops, "STUCK_SECONDS", 0.25)
-    monkeypatch.setattr(loops, "BASELINE_RESTS", (loops.REST_SECONDS, 0.1))
+    monkeypatch.setattr(loops, "BASELINE_RESTS", (loops.BASELINE_RESTS[0], 0.1))
     free = len(gate_table().free)
     yield played
     assert len(gate_table().free) == free, "a gate was not given back"
@@ -620,7 +620,10 @@ def test_without_a_gpu_a_loop_that_runs_no_step_or_ends_is_told_so() -> None:
     def loop() -> Iterator[None]:
         yield
 
-    with pytest.raises(TypeError, match="to call it runs no step"):
+    with pytest.raises(TypeError, match="to call it runs no step") as refused:
         xferlib.assert_overlaps(loop)
-    with pytest.raises(xferlib.UndecidedError, match="ended after 1 step, and up to 36 are run"):
+    with pytest.raises(xferlib.UndecidedError, match="ended after 1 step, and up to 36 are run") as ended:
         xferlib.assert_overlaps(loop().__next__)
+    # Neither is the loop's own.
+    assert not hasattr(refused.value, "__notes__")
+    assert not hasattr(ended.value, "__notes__")

@@ -108,12 +108,9 @@ def _watched(watch: _Watch, warmup: int) -> tuple[Baseline, list[HeldSteps], lis
 def _run_unwatched(loop: _UserLoop, count: int, no_gpu: str) -> NoReturn:
     """Run steps where nothing can be held, and raise `NoGpuError`, unless a step raises before."""
     __tracebackhide__ = True
+    loop.no_gpu = no_gpu
     for _ in range(count):
-        try:
-            loop.run_step()
-        except Exception as error:
-            add_note(error, f"raised by the loop itself, in step {loop.made + 1}. Besides, {no_gpu}")
-            raise
+        loop.run_step()
     raise NoGpuError(f"{no_gpu}. The loop itself ran: {count} steps, without an error")
 
 
@@ -128,6 +125,8 @@ class _UserLoop:
     def __init__(self, step: Callable[[], object], most: int) -> None:
         """`most`: how many steps are run at most, where they can be watched."""
         self.made = 0
+        self.no_gpu = ""
+        """Why nothing is held; "": there is a GPU."""
         self._step = step
         self._most = most
 
@@ -139,6 +138,10 @@ class _UserLoop:
                 f"the loop ended after {counted(self.made, 'step')}, and up to {self._most} are run: compute and copies are held "
                 "in turn. Let its source begin anew, as itertools.cycle does"
             ) from ended
+        except Exception as error:
+            if self.no_gpu:
+                add_note(error, f"raised by the loop itself, in step {self.made + 1}. Besides, {self.no_gpu}")
+            raise
         if isinstance(made, Generator | Coroutine):
             made.close()
             raise TypeError(
