@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xferlib.tracing import intervals
-from xferlib.tracing.intervals import common, inside, length, union, without
+from xferlib.tracing.intervals import Lengths, common, inside, length, union, without
 
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
@@ -29,6 +29,8 @@ def test_they_are_those_of_the_moments(one: list[tuple[int, int]], other: list[t
     assert moments(without(left, right)) == moments(one) - moments(other)
     assert moments(inside(left, 5, 20)) == moments(one) & set(range(5, 20))
     assert length(common(left, right)) == len(moments(one) & moments(other))
+    for start, end in map(sorted, other):
+        assert Lengths(left).inside(start, end) == len(moments(one) & set(range(start, end)))
 
 
 class Counted(list[tuple[int, int]]):
@@ -62,4 +64,12 @@ def test_what_one_shares_with_many_is_found_without_a_look_at_all_of_them() -> N
     many = Counted((at, at + 1) for at in range(0, 200_000, 2))
     one: Sequence[tuple[int, int]] = [(150_001, 150_006)]
     assert common(one, many) == [(150_002, 150_003), (150_004, 150_005)]
+    assert many.looked < 100
+
+
+def test_how_long_a_set_is_within_others_is_told_without_a_look_at_all_of_it() -> None:
+    many = Counted((at, at + 2) for at in range(0, 200_000, 4))
+    lengths = Lengths(many)
+    many.looked = 0
+    assert lengths.inside(1, 199_997) == 100_000 - 2
     assert many.looked < 100

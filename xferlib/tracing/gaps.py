@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias, final
 
 from xferlib.tracing.events import HOST, Event, Recording
-from xferlib.tracing.intervals import Interval, common, inside, length, union, without
+from xferlib.tracing.intervals import Interval, Lengths, inside, length, union, without
 
 __all__ = ["Gap", "GapCause", "all_gaps"]
 
@@ -114,8 +114,10 @@ class _Attribution:
         self._kernels = union((event.start, event.end) for event in here["kernel"])
         self._compute_streams = {event.stream for event in here["kernel"]}
         self._copies = {kind: _Layer(here[kind]) for kind in ("h2d", "d2h")}
-        self._busy = {kind: union((event.start, event.end) for event in here[kind]) for kind in ("h2d", "d2h")}
-        self._saturated = {kind: self._is_saturated(busy) for kind, busy in self._busy.items()}
+        busy = {kind: union((event.start, event.end) for event in here[kind]) for kind in ("h2d", "d2h")}
+        self._saturated = {kind: self._is_saturated(times) for kind, times in busy.items()}
+        self._only_compute = {kind: Lengths(without(self._kernels, times)) for kind, times in busy.items()}
+        """The times of kernels, but for those of the copies of a direction. Thousands of these may be enqueued at once."""
         # In the order in which they count.
         self._others: tuple[tuple[GapCause, _Layer], ...] = (
             ("device", _Layer([*here["copy"], *here["memset"]])),
@@ -177,11 +179,10 @@ class _Attribution:
             return "null stream"
         if copy.stream in self._compute_streams:
             return "same stream"
-        if copy.issued and copy.start - copy.issued > HELD_NS:
-            waited = without([(copy.issued, copy.start)], self._busy[copy.kind])
-            # It waited for compute, and not for other copies.
-            if length(common(waited, self._kernels)) > (copy.start - copy.issued) / 2:
-                return "held back"
+        held = copy.start - copy.issued if copy.issued else 0
+        # For compute, and not for other copies.
+        if held > HELD_NS and self._only_compute[copy.kind].inside(copy.issued, copy.start) > held / 2:
+            return "held back"
         return "source" if self._was_awaited(copy, start) else "late"
 
     def _was_awaited(self, copy: Event, start: int) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from itertools import accumulate
+from typing import TypeAlias, final
 
-__all__ = ["Interval", "common", "inside", "length", "overlapping", "union", "without"]
+__all__ = ["Interval", "Lengths", "common", "inside", "length", "overlapping", "union", "without"]
 
 Interval: TypeAlias = tuple[int, int]
 
@@ -70,3 +71,21 @@ def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval
             found.append((start, end))
     found += one[behind:]
     return found
+
+
+@final
+class Lengths:
+    """How long a set is within any times, without a look at each of its intervals."""
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self._intervals = intervals
+        self._before = [*accumulate([end - start for start, end in intervals], initial=0)]
+        """Of each interval, how long those before it are together."""
+
+    def inside(self, start: int, end: int) -> int:
+        """Return how long what lies in (start, end) is."""
+        first, last = _span(self._intervals, start, end)
+        if first == last:
+            return 0
+        cut = max(0, start - self._intervals[first][0]) + max(0, self._intervals[last - 1][1] - end)
+        return self._before[last] - self._before[first] - cut
