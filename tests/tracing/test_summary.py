@@ -83,6 +83,11 @@ def test_a_copy_that_waited_for_other_copies_was_not_held_back() -> None:
     assert causes(table) == {("late", "train.py:3"): 5.0}
 
 
+def test_a_copy_that_waited_for_something_else_than_compute_most_of_the_time_was_not_held_back() -> None:
+    assert causes(recording(kernel(0, 10), copy(20, 25, issued=6), kernel(25, 35)))["late", "train.py:3"] == 5.0
+    assert causes(recording(kernel(0, 10), copy(12, 17, issued=6), kernel(17, 27)))["held back", "train.py:3"] == 5.0
+
+
 def test_a_copy_that_was_issued_too_late() -> None:
     assert causes(recording(kernel(0, 10), copy(11, 15, issued=10.99), kernel(15, 25))) == {
         ("late", "train.py:3"): 4.0,
