@@ -201,6 +201,12 @@ def test_the_figures_alone_go_to_stdout_when_asked_for(tmp_path: Path, source: P
     assert not Path("-").exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_figures_that_cannot_be_written_are_one_line(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(source, "--out", tmp_path, "--no-sheet", "--json", "/dev/full") == 1
+    assert "xferlib: cannot write '/dev/full': [Errno 28] No space left on device. Name another" in capsys.readouterr().err
+
+
 def test_what_was_left_out_of_a_folder_is_in_table_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "images"
     for name in ("cats", "dogs"):

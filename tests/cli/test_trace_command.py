@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import children
-from xferlib.cli.command_error import CommandError
+from xferlib.cli.command_error import UsageError
 from xferlib.cli.trace_program import command_line
 
 PROGRAM = """
@@ -135,14 +135,14 @@ def test_a_file_is_run_by_this_interpreter() -> None:
     ],
 )
 def test_what_is_no_program_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(UsageError, match=message):
         command_line(words, *FILES)
 
 
 def test_a_program_that_is_not_there_is_refused_and_an_earlier_trace_stays(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("an earlier one")
     status, stdout, stderr = run("--", sys.executable, "trian.py", cwd=tmp_path)
-    assert (status, stdout) == (1, "")
+    assert (status, stdout) == (2, "")
     assert stderr == "xferlib: there is no file 'trian.py'\n"
     assert (tmp_path / "run.json").read_text() == "an earlier one"
 
@@ -150,7 +150,7 @@ def test_a_program_that_is_not_there_is_refused_and_an_earlier_trace_stays(tmp_p
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
     status, stdout, stderr = run("--html", "missing/run.html", "--", sys.executable, "train.py", cwd=tmp_path)
-    assert (status, stdout) == (1, "")
+    assert (status, stdout) == (2, "")
     assert "the folder of 'missing/run.html' is not there" in stderr
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_both_files_is_refused_before_the_program_runs(tmp_path: 
     (tmp_path / "link.html").symlink_to("a.json")
     (tmp_path / "there").mkdir()
     status, stdout, stderr = run(*words, "--", sys.executable, "train.py", cwd=tmp_path)
-    assert (status, stdout) == (1, "")
+    assert (status, stdout) == (2, "")
     assert message in stderr
 
 
@@ -181,7 +181,7 @@ def test_a_name_that_no_file_can_have_is_refused_before_the_program_runs(tmp_pat
     (tmp_path / "train.py").write_text("print('ran')\n")
     name = "x" * 300
     status, stdout, stderr = run("--json", name, "--", sys.executable, "train.py", cwd=tmp_path)
-    assert (status, stdout) == (1, "")
+    assert (status, stdout) == (2, "")
     assert f"{name!r} can be no file: File name too long. Choose another one" in stderr
 
 

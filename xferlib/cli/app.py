@@ -113,8 +113,10 @@ def demo(
     A sample of frames is recomputed with NumPy from the source and compared, bit for bit, with the file.
     """
     from xferlib.cli.demo import Options, run
+    from xferlib.cli.machine import require_settings
     from xferlib.engine.cores import usable_cores
 
+    require_settings()
     run(
         Options(
             path=path,
@@ -141,6 +143,9 @@ def conformance(
 
     Exits with pytest's status; with 4, and the reason, if the backend cannot run here, so that nothing is tested.
     """
+    from xferlib.cli.machine import require_settings
+
+    require_settings()
     try:
         from xferlib.conformance.run_suite import run as run_suite
     except ModuleNotFoundError as error:
@@ -162,9 +167,11 @@ def overlap(
     Each copy is timed alone, and beside compute that takes longer: enqueued before it, and after. The share is (copy + compute -
     together) / copy: median, quartiles, least and greatest of several rounds. It takes some seconds.
     """
+    from xferlib.cli.machine import require_settings
     from xferlib.overlap.measure import measure_overlap
     from xferlib.registry import stager
 
+    require_settings()
     with stager(name, device=device) as opened:
         report = measure_overlap(opened, device=device, nbytes=None if mib is None else mib << 20)
     typer.echo(report.to_json() if as_json else str(report))

@@ -6,13 +6,17 @@ from importlib.util import find_spec
 
 from xferlib.errors import XferError
 
-__all__ = ["CommandError", "require_plot"]
+__all__ = ["CommandError", "UsageError", "require_plot"]
 
 INSTALL_PLOT = 'Install them with: pip install "matplotlib>=3.8" "pillow>=10.3"'
 
 
 class CommandError(XferError):
     """Raised for input, output or packages that a command cannot work with. The message is all that the user sees."""
+
+
+class UsageError(CommandError):
+    """Raised for a command line, or a variable of ours, that nothing can be done with: exit status 2."""
 
 
 def require_plot(purpose: str) -> None:

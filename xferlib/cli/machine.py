@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from xferlib.cli.command_error import UsageError
 from xferlib.debug import resolve_debug
 from xferlib.memory.limits import default_pinned_limit
 from xferlib.staging.profile import given_profile
 from xferlib.words import in_words
 
-__all__ = ["is_wsl", "little_memory", "no_gpu", "settings", "unreadable", "wsl"]
+__all__ = ["is_wsl", "little_memory", "no_gpu", "require_settings", "settings", "unreadable", "wsl"]
 
 LITTLE = 256 << 20
 """Bytes. Less pinned memory than this soon becomes a limit."""
@@ -100,3 +101,10 @@ def unreadable() -> list[str]:
         except ValueError as error:
             lines.append(f"{error}. Set it anew, or unset it: it keeps every backend from opening")
     return lines
+
+
+def require_settings() -> None:
+    """Raise `UsageError` with these sentences, if there are any."""
+    lines = unreadable()
+    if lines:
+        raise UsageError("; ".join(lines))

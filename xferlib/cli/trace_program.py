@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from xferlib.cli.command_error import CommandError
+from xferlib.cli.command_error import UsageError
 
 __all__ = ["command_line", "run"]
 
@@ -22,23 +22,23 @@ CLUSTER = re.compile(r"-[a-zA-Z]*?([cmWX])(.*)", re.DOTALL)
 
 
 def run(command: Sequence[str], json_file: Path, html: Path) -> NoReturn:
-    """Become the program. Raises `CommandError` if it is none of Python's, or a file could not be written."""
+    """Become the program. Raises `UsageError` if it is none of Python's, or a file could not be written."""
     line = command_line(command, json_file, html)
     program = line[line.index("xferlib.tracing") + 3]
     # The trace of nothing would take the place of an earlier one.
     if program != "-m" and not Path(program).exists():
-        raise CommandError(f"there is no file {program!r}")
+        raise UsageError(f"there is no file {program!r}")
     for file in (json_file, html):
         if not file.resolve().parent.is_dir():
-            raise CommandError(f"the folder of {str(file)!r} is not there. Make it first, or choose another file")
+            raise UsageError(f"the folder of {str(file)!r} is not there. Make it first, or choose another file")
         try:
             is_folder = file.is_dir()
         except OSError as error:
-            raise CommandError(f"{str(file)!r} can be no file: {error.strerror}. Choose another one") from error
+            raise UsageError(f"{str(file)!r} can be no file: {error.strerror}. Choose another one") from error
         if is_folder:
-            raise CommandError(f"{str(file)!r} is a folder. Name a file in it")
+            raise UsageError(f"{str(file)!r} is a folder. Name a file in it")
     if json_file.resolve() == html.resolve() and (json_file.is_file() or not json_file.exists()):
-        raise CommandError(f"{str(html)!r} cannot be both files, the events and the page. Give one of them another name")
+        raise UsageError(f"{str(html)!r} cannot be both files, the events and the page. Give one of them another name")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(line[0], line)
@@ -50,21 +50,21 @@ def command_line(command: Sequence[str], json_file: Path, html: Path) -> list[st
     if words and words[0].endswith(".py"):
         words.insert(0, sys.executable)
     if not words or not re.fullmatch(r"python[0-9.]*", Path(words[0]).name):
-        raise CommandError(
+        raise UsageError(
             f"only Python programs can be traced, and {' '.join(words)!r} begins with none. Begin with the interpreter: "
             "xferlib trace -- python train.py"
         )
     # By its bare name it is the one that has xferlib, also where no environment is active.
     found = sys.executable if words[0] in BARE else shutil.which(words[0])
     if found is None:
-        raise CommandError(f"there is no {words[0]!r} on this machine. Name the interpreter with its path")
+        raise UsageError(f"there is no {words[0]!r} on this machine. Name the interpreter with its path")
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
         # Letters without a value may stand together, and the last of them may have one, at once or as the next word.
         cluster = CLUSTER.match(words[at])
         letter, value = cluster.groups() if cluster else ("", "")
         if letter == "c":
-            raise CommandError("a program given by -c cannot be traced. Put it into a file")
+            raise UsageError("a program given by -c cannot be traced. Put it into a file")
         if letter == "m":
             # So that it stands alone, as what runs the program expects it.
             flags = words[at][: -len(value) - 1]
@@ -72,5 +72,5 @@ def command_line(command: Sequence[str], json_file: Path, html: Path) -> list[st
             continue
         at += 2 if (letter and not value) or words[at] in WITH_VALUE else 1
     if at >= len(words) or words[at] == "-" or (words[at] == "-m" and at + 1 >= len(words)):
-        raise CommandError("no program is named. Name its file, or its module after -m")
+        raise UsageError("no program is named. Name its file, or its module after -m")
     return [found, *words[1:at], "-m", "xferlib.tracing", str(json_file), str(html), *words[at:]]

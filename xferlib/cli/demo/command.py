@@ -48,7 +48,10 @@ def run(options: Options) -> None:
     if options.to_stdout:
         typer.echo(text)
     elif options.json_file is not None:
-        options.json_file.write_text(text + "\n")
+        try:
+            options.json_file.write_text(text + "\n")
+        except OSError as error:
+            raise CommandError(f"cannot write {str(options.json_file)!r}: {error}. Name another file with --json") from error
     if not report["verified"]:
         typer.echo(f"xferlib: the result is wrong, see the table: {report['result']}", err=True)
         raise typer.Exit(1)
