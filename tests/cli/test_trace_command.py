@@ -147,6 +147,43 @@ def test_a_program_that_is_not_there_is_refused_and_an_earlier_trace_stays(tmp_p
     assert (tmp_path / "run.json").read_text() == "an earlier one"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-m", "nomod"], "No module named nomod"),
+        (["-m", "package.nomod"], "No module named package.nomod"),
+        (["-m", "package.wrong"], "SyntaxError"),
+        (["wrong.py"], "SyntaxError"),
+        (["-X", "frozen_modules=off", "wrong.py"], "SyntaxError"),
+    ],
+)
+def test_a_program_that_cannot_be_begun_leaves_an_earlier_trace(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    for folder in (tmp_path, tmp_path / "package"):
+        (folder / "wrong.py").write_text("def (\n")
+    for name in ("run.json", "run.html"):
+        (tmp_path / name).write_text("an earlier one")
+    status, _, stderr = run("--", sys.executable, *words, cwd=tmp_path)
+    assert status == 1
+    assert said in stderr
+    assert "xferlib: the program could not be begun: run.json and run.html were not written\n" in stderr
+    assert [(tmp_path / name).read_text() for name in ("run.json", "run.html")] == ["an earlier one"] * 2
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"], ["-m", "package.train"]])
+def test_a_program_whose_imports_fail_was_begun(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "wrong.py").write_text("def (\n")
+    for file in ("train.py", "package/__init__.py"):
+        (tmp_path / file).write_text("import wrong\n")
+    status, _, stderr = run("--", sys.executable, *words, cwd=tmp_path)
+    assert status == 1
+    assert "SyntaxError" in stderr
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"] == []
+    assert (tmp_path / "run.html").exists()
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
     status, stdout, stderr = run("--html", "missing/run.html", "--", sys.executable, "train.py", cwd=tmp_path)

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,10 @@ __all__: list[str] = []
 
 
 def main(json_file: str, html: str, program: list[str]) -> None:
-    """Run the program, then write what was recorded, however the program ended. SIGTERM ends it as `sys.exit` does."""
+    """Run the program, then write what was recorded, however the program ended. SIGTERM ends it as `sys.exit` does.
+
+    Nothing is written of a program that could not be begun: it would take the place of an earlier trace.
+    """
     # The program may change the folder.
     page = Path(html).resolve()
     traced = trace()
@@ -33,17 +37,30 @@ def main(json_file: str, html: str, program: list[str]) -> None:
     with Termination() as termination:
         try:
             _run(program)
-        except BaseException:
+        except BaseException as error:
             # The program's own end is the end, whatever becomes of the files. Not in what the program has forked.
             if os.getpid() == process:
                 with termination.later():
-                    _write(traced, events, page, json_file, html)
+                    if _is_begun(error):
+                        _write(traced, events, page, json_file, html)
+                    else:
+                        _say(f"xferlib: the program could not be begun: {json_file} and {html} were not written")
             raise
         if os.getpid() == process:
             with termination.later():
                 written = _write(traced, events, page, json_file, html)
             if not written:
                 raise SystemExit(1)
+
+
+def _is_begun(error: BaseException) -> bool:
+    """Tell whether any code of the program has a part in this error: a module is found, and all are compiled, without it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        is_ours = frame.f_globals is globals() or module.startswith("xferlib.")
+        if not is_ours and module != "runpy" and not frame.f_code.co_filename.startswith("<frozen "):
+            return True
+    return False
 
 
 def _write(traced: Trace, events: Path, page: Path, json_file: str, html: str) -> bool:
