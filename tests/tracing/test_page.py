@@ -15,6 +15,7 @@ from tests.tracing.browser import Page, chromium
 from tests.tracing.tables import call, copy, kernel, ms, recording
 from xferlib.tracing.events import Recording
 from xferlib.tracing.page import page, write
+from xferlib.tracing.picture import COLORS
 from xferlib.tracing.rows import MOST_LEVELS
 
 KINDS = ("kernel", "h2d", "d2h", "gap", "wait")
@@ -95,6 +96,17 @@ def test_the_page_names_no_address() -> None:
     text = page(recording(kernel(0, 1)))
     assert not re.search(r"https?://|//[a-z]|@import|url\(", re.sub(r"^// .*$", "", text, flags=re.MULTILINE).replace("// ", ""))
     assert "default-src 'none'" in text
+
+
+def test_what_differs_in_the_legend_differs_in_color_and_a_picture_has_the_colors_of_the_page() -> None:
+    text = page(loop())
+    names = dict(re.findall(r'(\w+): \["[^"]+", "(\w+)"\]', next(line for line in text.splitlines() if "const KINDS" in line)))
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in text.split("</style>")[0].split("prefers-color-scheme"))
+    assert names.keys() == COLORS.keys()
+    assert {kind: light[name] for kind, name in names.items()} == COLORS
+    used = set(names.values())
+    assert len({light[name] for name in used}) == len({dark[name] for name in used}) == len(used)
+    assert names["gap"] not in (names["wait"], names["source"])
 
 
 def test_a_large_trace_is_thinned_out_and_says_so(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from xferlib.tracing.summary import summarize
 __all__ = ["write"]
 
 COLORS: Mapping[str, str] = {
+    # Those of the page where it is light.
     "h2d": "#2f6fde",
     "d2h": "#d9730d",
     "kernel": "#3c9a5f",
@@ -22,12 +23,12 @@ COLORS: Mapping[str, str] = {
     "memset": "#8e7cc3",
     "put": "#1599a0",
     "get": "#1599a0",
-    "source": "#c94f4f",
-    "wait": "#c94f4f",
+    "source": "#7a4b2a",
+    "wait": "#7a4b2a",
     "allocation": "#b0419b",
     "issue": "#7f8fa6",
     "range": "#b7a35a",
-    "gap": "#e3a3a3",
+    "gap": "#c94f4f",
 }
 EDGE_POINTS = 0.6
 """A pixel."""
