@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--resume goes on with a file, and --json - writes none")
     if options.record and options.json is not None:
         parser.error("--record and --json each say where the records go. Give one of them")
+    json_file = TO_RESULTS if options.record else options.json
+    if options.quick and json_file == TO_RESULTS:
+        parser.error("--quick shows that it runs, not how fast, and --record writes what the pages are made from. Leave one out")
     if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: expected more than 0. --full has no limit")
     if options.list:
@@ -54,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.compare:
         for file in options.compare:
+            if file.is_dir():
+                parser.error(f"--compare {file}: it is a folder. Name a file of records in it")
             if not file.is_file():
                 parser.error(f"--compare {file}: there is no such file")
         try:
@@ -77,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quick=options.quick,
         full=options.full,
         minutes=options.minutes,
-        json_file=TO_RESULTS if options.record else options.json,
+        json_file=json_file,
         resume=options.resume,
         sizes=options.size,
     )

@@ -437,6 +437,14 @@ def test_there_is_nothing_to_resume_on_stdout() -> None:
     assert "--resume goes on with a file" in done.stderr
 
 
+@pytest.mark.parametrize("where", [["--record"], ["--json", "results"]])
+def test_what_was_measured_quickly_is_for_no_page(where: list[str]) -> None:
+    # Without that refusal it would run, and must not: there is no such backend.
+    done = benchmark("--quick", *where, "--backend", "none", "--case", "sizes")
+    assert done.returncode == 2
+    assert "--record writes what the pages are made from. Leave one out" in done.stderr
+
+
 def test_a_later_run_replaces_its_own_records_only(quick_records: list[records.Record], tmp_path: Path) -> None:
     file = tmp_path / "deep" / "host.json"
     records.merge(file, quick_records[:3])
@@ -531,6 +539,9 @@ def test_what_is_compared_must_be_there(tmp_path: Path) -> None:
     done = benchmark("--compare", str(missing), str(missing))
     assert done.returncode == 2
     assert f"--compare {missing}: there is no such file" in done.stderr
+    done = benchmark("--compare", str(tmp_path), str(tmp_path))
+    assert done.returncode == 2
+    assert f"--compare {tmp_path}: it is a folder. Name a file of records in it" in done.stderr
 
 
 def test_wrong_bytes_take_back_what_was_written_at_once(quick_records: list[records.Record], tmp_path: Path) -> None:
