@@ -249,11 +249,10 @@ def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def positive_nbytes(nbytes: int, name: str) -> int:
-    """Return a limit in bytes, or raise `ValueError`, naming the argument."""
-    try:
-        whole = operator.index(nbytes)
-    except TypeError:
-        raise TypeError(f"{name} is a whole number of bytes, got {nbytes!r}") from None
+    """Return a limit in bytes, or raise `TypeError` or `ValueError`, naming the argument."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, SupportsIndex):
+        raise TypeError(f"{name} is a whole number of bytes, got {nbytes!r}")
+    whole = operator.index(nbytes)
     if whole <= 0:
         raise ValueError(f"{name} is a number of bytes greater than 0, got {nbytes!r}")
     return whole

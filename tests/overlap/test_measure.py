@@ -206,6 +206,8 @@ def test_bad_arguments_are_refused() -> None:
             xferlib.measure_overlap(stager, nbytes=1 << 50)
         with pytest.raises(ValueError, match="nbytes is a number of bytes greater than 0"):
             xferlib.measure_overlap(stager, nbytes=0)
+        with pytest.raises(TypeError, match="nbytes is a whole number of bytes, got True"):
+            xferlib.measure_overlap(stager, nbytes=True)
     with pytest.raises(TypeError, match="expected a stager"):
         xferlib.measure_overlap("host")  # type: ignore[arg-type]  # Refused.
 
