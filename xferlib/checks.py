@@ -8,7 +8,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.ma import MaskedArray
@@ -226,9 +226,14 @@ def flag(given: object, name: str) -> bool:
     return bool(given)
 
 
+def _is_whole(given: object) -> TypeGuard[SupportsIndex]:
+    # NumPy's truths are numbers to older versions of it.
+    return isinstance(given, SupportsIndex) and not isinstance(given, bool | np.bool_)
+
+
 def whole_number(given: object, name: str, *, least: int) -> int:
     """Return an int of at least this size, or raise `TypeError` or `ValueError`, naming the argument."""
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+    if not _is_whole(given):
         raise TypeError(f"{name}={given!r}: expected a whole number")
     number = operator.index(given)
     if number < least:
@@ -250,7 +255,7 @@ def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 def positive_nbytes(nbytes: int, name: str) -> int:
     """Return a limit in bytes, or raise `TypeError` or `ValueError`, naming the argument."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, SupportsIndex):
+    if not _is_whole(nbytes):
         raise TypeError(f"{name} is a whole number of bytes, got {nbytes!r}")
     whole = operator.index(nbytes)
     if whole <= 0:
