@@ -184,6 +184,27 @@ def test_a_program_whose_imports_fail_was_begun(tmp_path: Path, words: list[str]
     assert (tmp_path / "run.html").exists()
 
 
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"]])
+def test_a_program_that_has_ended_was_begun_whatever_is_raised_behind_it(tmp_path: Path, words: list[str]) -> None:
+    """What runs a file puts back the first of its arguments."""
+    program = """
+import sys
+
+import numpy as np
+import xferlib
+
+with xferlib.stager("host") as stager:
+    stager.put(np.ones(5)).synchronize()
+sys.argv.clear()
+"""
+    (tmp_path / "train.py").write_text(program)
+    status, _, stderr = run("--", sys.executable, *words, cwd=tmp_path)
+    assert status == 1
+    assert "IndexError" in stderr
+    assert "1 copy to the device" in stderr
+    assert stderr.count("written: run.json and run.html\n") == 1
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')\n")
     status, stdout, stderr = run("--html", "missing/run.html", "--", sys.executable, "train.py", cwd=tmp_path)

@@ -164,6 +164,21 @@ def test_whatever_was_started_is_waited_for_before_the_error_is_raised(stager: S
     assert all(transfer._finished for transfer in noted.started)
 
 
+def test_a_load_that_fails_between_its_puts_does_not_wait_for_transfers_of_others(stager: Stager, path: Path) -> None:
+    """They may wait for the caller."""
+
+    def tell(done: int, total: int) -> None:
+        if done:
+            raise RuntimeError("enough")
+
+    array = stager.put(np.ones(3), borrow=True).value
+    with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's own
+        transfer = stager.get(array)
+        with pytest.raises(RuntimeError, match="enough"):
+            xferlib.load(path, stager, progress=tell)
+        assert not transfer.done()
+
+
 def test_a_put_whose_wait_was_interrupted_is_waited_for(stager: Stager, path: Path) -> None:
     waited: list[int] = []
 

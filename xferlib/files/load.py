@@ -89,7 +89,7 @@ class Puts(Protocol):
 
     def idle(self) -> None:
         """Block until all that was put is done, also where an interrupt has lost what `put` returned. Called by the loading thread,
-        where a load fails. Raises `XferError` if it cannot wait."""
+        where a put fails or is interrupted. Raises `XferError` if it cannot wait."""
 
     def wait(self, arrays: list[Any]) -> None:
         """Block until what computes these device arrays is done. Raises one of the backend's `failures`."""
@@ -259,6 +259,8 @@ class _Load:
         self._total, self._done = sum(self._sizes.values()), 0
         self._found: dict[str, Any] = {}
         self._under_way: deque[tuple[_OnePut, Started]] = deque()
+        self._putting = False
+        """Whether a put may have started what is not under way above."""
         self._gone = 0
         """Bytes of arrays that were converted since memory was given back."""
 
@@ -282,7 +284,9 @@ class _Load:
             arrays = {name: self._array(piece.reader, name) for name in piece.names}
             while len(self._under_way) >= (1 if piece.reader.in_memory else PIECES_AHEAD):
                 self._finish_oldest()
+            self._putting = True
             self._under_way.append((piece, self._put(piece, arrays)))
+            self._putting = False
             # Otherwise the next one would be read while this name still has the last.
             del arrays
         while self._under_way:
@@ -296,9 +300,11 @@ class _Load:
         for _, started in self._under_way:
             with suppress(Exception):
                 started.synchronize()
-        # An interrupt, or what a signal's handler raises, may have come between the start of a put and its entry.
-        with suppress(XferError):
-            self._puts.idle()
+        # An interrupt, or what a signal's handler raises, may have come between the start of a put and its entry. Only then: it waits
+        # for others' transfers, too, which may wait for the caller.
+        if self._putting:
+            with suppress(XferError):
+                self._puts.idle()
 
     def _pieces(self) -> Iterator[_OnePut]:
         of_reader: dict[int, list[str]] = {id(reader): [] for reader in self._selection.readers}

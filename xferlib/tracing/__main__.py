@@ -12,6 +12,7 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, final
 
 from xferlib.errors import XferError
 from xferlib.tracing.termination import Termination
@@ -34,14 +35,15 @@ def main(json_file: str, html: str, program: list[str]) -> None:
         raise SystemExit(f"xferlib: {error}") from error
     process = os.getpid()
     events = Path(json_file).resolve()
+    begin = _Beginning()
     with Termination() as termination:
         try:
-            _run(program)
+            _run(program, begin)
         except BaseException as error:
             # The program's own end is the end, whatever becomes of the files. Not in what the program has forked.
             if os.getpid() == process:
                 with termination.later():
-                    if _is_begun(error):
+                    if begin.came or _is_of_program(error):
                         _write(traced, events, page, json_file, html)
                     else:
                         _say(f"xferlib: the program could not be begun: {json_file} and {html} were not written")
@@ -53,8 +55,19 @@ def main(json_file: str, html: str, program: list[str]) -> None:
                 raise SystemExit(1)
 
 
-def _is_begun(error: BaseException) -> bool:
-    """Tell whether any code of the program has a part in this error: a module is found, and all are compiled, without it."""
+@final
+class _Beginning:
+    """What `runpy` asks for names, of which it has none, when all is found and compiled and the program is about to begin."""
+
+    came = False
+
+    def keys(self) -> tuple[()]:
+        self.came = True
+        return ()
+
+
+def _is_of_program(error: BaseException) -> bool:
+    """Tell whether any code of the program has a part in this error: packages are imported before a module in them is found."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__"))
         is_ours = frame.f_globals is globals() or module.startswith("xferlib.")
@@ -99,16 +112,16 @@ def _say(words: str) -> None:
             print(words, file=sys.stderr)
 
 
-def _run(program: list[str]) -> None:
+def _run(program: list[str], begin: Any) -> None:
     if program[0] == "-m":
         sys.argv = program[1:]
         # As `python -m` does; here it was put there for this module already.
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(program[1], begin, run_name="__main__", alter_sys=True)
         return
     sys.argv = program
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(program[0]).resolve().parent)
-    runpy.run_path(program[0], run_name="__main__")
+    runpy.run_path(program[0], begin, run_name="__main__")
 
 
 if __name__ == "__main__":
