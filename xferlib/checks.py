@@ -8,7 +8,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, SupportsIndex, TypeGuard, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.ma import MaskedArray
@@ -226,19 +226,23 @@ def flag(given: object, name: str) -> bool:
     return bool(given)
 
 
-def _is_whole(given: object) -> TypeGuard[SupportsIndex]:
-    # NumPy's truths are numbers to older versions of it.
-    return isinstance(given, SupportsIndex) and not isinstance(given, bool | np.bool_)
-
-
 def whole_number(given: object, name: str, *, least: int) -> int:
     """Return an int of at least this size, or raise `TypeError` or `ValueError`, naming the argument."""
-    if not _is_whole(given):
+    number = _as_int(given)
+    if number is None:
         raise TypeError(f"{name}={given!r}: expected a whole number")
-    number = operator.index(given)
     if number < least:
         raise ValueError(f"{name}={given!r}: expected {least} or more")
     return number
+
+
+def _as_int(given: Any) -> int | None:
+    """Return a whole number as an int; None: it is none, as no bool is, and no array of several."""
+    try:
+        # NumPy's truths are numbers to older versions of it.
+        return None if isinstance(given, bool | np.bool_) else operator.index(given)
+    except TypeError:
+        return None
 
 
 def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -255,9 +259,9 @@ def whole_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 def positive_nbytes(nbytes: int, name: str) -> int:
     """Return a limit in bytes, or raise `TypeError` or `ValueError`, naming the argument."""
-    if not _is_whole(nbytes):
+    whole = _as_int(nbytes)
+    if whole is None:
         raise TypeError(f"{name} is a whole number of bytes, got {nbytes!r}")
-    whole = operator.index(nbytes)
     if whole <= 0:
         raise ValueError(f"{name} is a number of bytes greater than 0, got {nbytes!r}")
     return whole

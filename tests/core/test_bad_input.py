@@ -285,7 +285,7 @@ def test_a_limit_is_greater_than_0(name: str, limit: int) -> None:
         xferlib.stager("host", **options)
 
 
-@pytest.mark.parametrize("limit", ["1GiB", 1e9, True, np.True_])
+@pytest.mark.parametrize("limit", ["1GiB", 1e9, True, np.True_, np.ones(2, int), np.array(1.5)])
 def test_a_limit_that_is_no_int_is_named(limit: Any) -> None:
     with pytest.raises(TypeError, match="pinned_limit"):
         xferlib.stager("host", pinned_limit=limit)

@@ -300,8 +300,8 @@ class _Load:
         for _, started in self._under_way:
             with suppress(Exception):
                 started.synchronize()
-        # An interrupt, or what a signal's handler raises, may have come between the start of a put and its entry. Only then: it waits
-        # for others' transfers, too, which may wait for the caller.
+        # An interrupt, or what a signal's handler raises, may have come between the start of a put and its entry. Only then, since
+        # this waits for transfers of others, too, and they may wait for the caller.
         if self._putting:
             with suppress(XferError):
                 self._puts.idle()

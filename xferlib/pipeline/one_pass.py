@@ -87,8 +87,8 @@ def warning_if_empty(source: object, name: str) -> Callable[[], None] | None:
 
     `name`: the argument.
     """
-    # Of a generator it was known beforehand.
-    if not isinstance(source, Iterator) or isinstance(source, GeneratorType) or known_length(source) is not None:
+    # Of a generator it was known beforehand, and a loop tells of its own source.
+    if not isinstance(source, Iterator) or isinstance(source, GeneratorType | OnePass) or known_length(source) is not None:
         return None
     return partial(
         user_line().warn,

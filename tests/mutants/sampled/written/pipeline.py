@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DRAINED = "xferlib/pipeline/drained.py"
+DRAINED, ONE_PASS = "xferlib/pipeline/drained.py", "xferlib/pipeline/one_pass.py"
 RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, ROWS, UNSHARED, HOST = (
     f"xferlib/pipeline/{name}.py"
     for name in (
@@ -23,6 +23,7 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, R
 )
 
 MUTANTS = [
+    (ONE_PASS, "isinstance(source, GeneratorType | OnePass)", "isinstance(source, GeneratorType)"),
     (THREAD, "        if ends_program(error):\n", "        if False:\n"),
     (PREFETCH, "if warn is not None and not self._background.begun:", "if warn is not None:"),
     (PREFETCH, "if warn is not None and not self._background.begun:", "if False:"),
