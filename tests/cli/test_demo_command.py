@@ -28,12 +28,13 @@ from PIL import Image
 
 from tests.children import threads
 from tests.core.fakes import until
+from tests.core.points import interrupted_at
 from xferlib.cli import command_error, main
 from xferlib.cli.demo import reference, verify
 from xferlib.cli.demo.figures import _hidden, hidden_share
 from xferlib.cli.demo.loop import Loop, Timings
 from xferlib.cli.demo.progress_bar import Bar
-from xferlib.cli.demo.result import ResultFile
+from xferlib.cli.demo.result import ResultFile, partial_of
 from xferlib.cli.demo.source import FrameSource, open_npy
 
 FRAMES = 40
@@ -435,6 +436,20 @@ def test_a_process_that_is_interrupted_or_terminated_leaves_no_result_and_no_tra
     word = "interrupted" if number == signal.SIGINT else "terminated"
     assert told == f"xferlib: {word}: nothing was verified, and no unfinished result is left\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_at_any_point_leaves_no_unfinished_result(tmp_path: Path) -> None:
+    def fill() -> None:
+        with ResultFile(tmp_path / "edges.npy", (1, 2, 3)) as result:
+            result.frames[:] = 1
+            result.finish()
+
+    for point in itertools.count(1):
+        if not interrupted_at(point, ("demo/result.py", Path(__file__).name), fill):
+            break
+        assert not partial_of(tmp_path / "edges.npy").exists(), point
+    assert np.load(tmp_path / "edges.npy").tolist() == [[[1, 1, 1]] * 2]
+    assert point > 10
 
 
 def test_device_work_that_fails_leaves_no_result(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,21 +29,15 @@ def partial_of(path: Path) -> Path:
 
 @final
 class ResultFile:
-    """A .npy file of bytes, (frames, height, width). A context manager: a file that was not `finish`ed is removed."""
+    """A .npy file of bytes, (frames, height, width). A context manager: a file that was not `finish`ed is removed.
+
+    Raises `CommandError` where it is entered, if the file cannot be made.
+    """
 
     def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
         self.path = path
         self._partial = partial_of(path)
-        try:
-            self.frames = np.lib.format.open_memmap(self._partial, "w+", np.uint8, shape)
-            with open(self._partial, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        except BaseException as error:
-            # Ctrl-C, too: reserving a large file takes a while, and nobody has entered the context yet.
-            self._remove()
-            if not isinstance(error, OSError):
-                raise
-            raise CommandError(f"cannot write {str(path)!r}: {error}. Choose another folder with --out") from error
+        self._shape = shape
 
     def touch(self, pool: Executor) -> None:
         """Fill the file with zeros, so that no page is written for the first time under the clock."""
@@ -58,6 +52,17 @@ class ResultFile:
         return time.perf_counter() - began
 
     def __enter__(self) -> Self:
+        # Here, so that no interrupt comes between the end of it and the block.
+        try:
+            self.frames = np.lib.format.open_memmap(self._partial, "w+", np.uint8, self._shape)
+            with open(self._partial, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        except BaseException as error:
+            # Ctrl-C, too: reserving a large file takes a while.
+            self._remove()
+            if not isinstance(error, OSError):
+                raise
+            raise CommandError(f"cannot write {str(self.path)!r}: {error}. Choose another folder with --out") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
