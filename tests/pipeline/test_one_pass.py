@@ -160,8 +160,9 @@ def test_a_source_that_has_no_batches_is_empty(make: Maker, source: Callable[[],
 @pytest.mark.parametrize("inner", [xferlib.prefetch, xferlib.drain])
 def test_a_loop_over_a_loop_that_has_no_batches_is_empty(make: Maker, inner: Any, stager: xferlib.Stager) -> None:
     assert list(make(inner((np.ones(3) for _ in ()), stager), stager, 2)) == []
+    none: list[np.ndarray] = []
     with pytest.warns(RuntimeWarning, match="this map gave nothing") as told:
-        assert list(make(inner(map(np.copy, []), stager), stager, 2)) == []
+        assert list(make(inner(map(np.copy, none), stager), stager, 2)) == []
     assert len(told) == 1
 
 

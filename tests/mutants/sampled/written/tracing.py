@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-GAPS, SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE = (
-    f"xferlib/tracing/{name}.py" for name in ("gaps", "summary", "gpu", "log", "rows", "page", "records", "trace")
+GAPS, SUMMARY, GPU, LOG, ROWS, PAGE, RECORDS, TRACE, MAIN = (
+    f"xferlib/tracing/{name}.py" for name in ("gaps", "summary", "gpu", "log", "rows", "page", "records", "trace", "__main__")
 )
 SOURCE, HOST_ENGINE = "xferlib/pipeline/source_thread.py", "backends/xferlib_host/_engine.py"
 
@@ -21,6 +21,8 @@ MUTANTS = [
     (GAPS, '"" if cause == "source" else kind', "kind"),
     (SOURCE, "max(asked, min(waiting))", "asked"),
     (SOURCE, "                if asked:\n                    shared.note_source(asked)\n", "                pass\n"),
+    (MAIN, "if begin.came or _is_of_program(error):", "if _is_of_program(error):"),
+    (MAIN, "if begin.came or _is_of_program(error):", "if begin.came:"),
     (HOST_ENGINE, 'nbytes, "", site, issued)', 'nbytes, "pinned", site, issued)'),
     (SUMMARY, "hidden=under / length(busy) if busy", "hidden=under / length(kernels) if busy"),
     (
