@@ -86,6 +86,39 @@ def test_an_interrupt_at_any_point_waits_for_a_copy_that_has_begun(
     assert lost > 10
 
 
+@pytest.mark.parametrize("has_out", [False, True], ids=["pool", "out"])
+def test_a_copy_that_a_signals_handler_has_lost_is_waited_for(
+    has_out: bool, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a handler raises may be an ordinary exception, as those of time limits are."""
+    get, idle = Stager.get, Stager.idle
+    started: list[Any] = []
+
+    def lost(stager: Stager, tree: Any, **options: Any) -> Any:
+        started.append(get(stager, tree, **options))
+        raise TimeoutError
+
+    def made_idle(stager: Stager) -> None:
+        gate.set()
+        idle(stager)
+
+    monkeypatch.setattr(Stager, "get", lost)
+    monkeypatch.setattr(Stager, "idle", made_idle)
+    with held(d2h(stager)) as gate, xferlib.drain([np.ones(3)], stager, out=np.zeros(3) if has_out else None) as loop:
+        with pytest.raises(TimeoutError):
+            next(loop)
+        assert started[0].done()
+
+
+def test_a_result_that_is_refused_does_not_wait_for_others(stager: xferlib.Stager) -> None:
+    array = stager.put(np.ones(3), borrow=True).value
+    with held(d2h(stager)):
+        transfer = stager.get(array)
+        with xferlib.drain([np.ones(3)], stager, out=np.zeros(2)) as loop, pytest.raises(ValueError, match="out is full"):
+            next(loop)
+        assert not transfer.done()
+
+
 class Noted:
     """A transfer that says when it has been waited for."""
 

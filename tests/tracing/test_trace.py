@@ -24,6 +24,7 @@ import xferlib
 from tests.core.fakes import run_python, succeeds
 from tests.core.points import interrupted_at
 from tests.pipeline.steps import until
+from xferlib.pipeline.source_thread import SourceThread
 from xferlib.tracing import chrome, picture
 from xferlib.tracing.atomic import atomic_text
 from xferlib.tracing.events import CPU, HOST, Event, EventKind, Recording
@@ -146,6 +147,26 @@ def test_of_a_pipeline_it_is_told_when_its_consumer_waited_for_the_source(stager
     assert awaited[0].start >= before
     assert {event.site.rpartition(os.sep)[2] for event in awaited} == {here}
     assert {traced.recording.name_of(HOST, event.stream) for event in awaited} == {loop._background._thread.name}
+
+
+def test_a_source_is_awaited_from_when_it_was_asked_and_somebody_waited() -> None:
+    shared: SourceThread[Any] = SourceThread(1, ([], lambda box, clock: box, lambda clock: None), begun_at="train.py:3")
+    with trace() as traced:
+        shared.note_source(5)
+        shared.takers = {"one": 7, "another": 9}
+        for asked in (5, 8):
+            shared.note_source(asked)
+        # What there is, is about to be taken.
+        shared.items.append(None)
+        shared.note_source(5)
+    assert [event.start for event in of_kind(traced, "source")] == [7, 8]
+
+
+def test_without_a_trace_nothing_is_noted_of_a_source(stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(SourceThread, "note_source", lambda shared, since: asked.append(since))
+    assert len(list(xferlib.prefetch([np.ones(3)] * 3, stager))) == 3
+    assert not asked
 
 
 def test_every_kind_of_event_has_a_colour_and_a_name() -> None:

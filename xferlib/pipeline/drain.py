@@ -31,6 +31,9 @@ from xferlib.words import counted
 
 __all__ = ["Drain", "Results"]
 
+REFUSALS = (XferError, TypeError, ValueError)
+"""What a get raises that has started nothing."""
+
 
 @final
 class Drain(Generic[TreeT_co]):
@@ -126,8 +129,9 @@ class Drain(Generic[TreeT_co]):
             error.add_note(STAGER_CLOSED)
             raise
         except BaseException as error:
-            if not isinstance(error, Exception):
-                # An interrupt may have come between the start of the copy and its entry: nobody could wait for it any more.
+            if not isinstance(error, REFUSALS):
+                # An interrupt, or what a signal's handler raises, may have come between the start of the copy and its entry: nobody
+                # could wait for it any more.
                 with suppress(XferError):
                     self._stager.idle()
             raise
@@ -241,7 +245,7 @@ class Drain(Generic[TreeT_co]):
         writer.filled += count
         try:
             return self._stager.get(tree, out=out, stream=stream)
-        except (XferError, TypeError, ValueError):
+        except REFUSALS:
             writer.filled -= count
             raise
 

@@ -32,6 +32,8 @@ MUTANTS = [
     (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if False:"),
     (DRAINED, 'warning_if_empty(results, "results") if prefetched is None else None', 'warning_if_empty(results, "results")'),
     (DRAIN, "                    self._stager.idle()\n", "                    pass\n"),
+    (DRAIN, "            if not isinstance(error, REFUSALS):\n", "            if not isinstance(error, Exception):\n"),
+    (DRAIN, "            if not isinstance(error, REFUSALS):\n", "            if True:\n"),
     (PREFETCH, "late = waiting and not transfer.done()", "late = not transfer.done()"),
     (PREFETCH, 'turn(None if self._background.closed else "work")', 'turn("work")'),
     (DRAINED, 'turn(None if self._closed else "work")', 'turn("work")'),
@@ -108,7 +110,7 @@ MUTANTS = [
     (DRAIN, '        if self._stager.when_full != "stage":\n', "        if True:\n"),
     (
         DRAIN,
-        "        except (XferError, TypeError, ValueError):\n            writer.filled -= count\n            raise",
+        "        except REFUSALS:\n            writer.filled -= count\n            raise",
         "        except (XferError, TypeError, ValueError):\n            raise",
     ),
     (DRAIN, "                failed = failed or error", "                failed = error"),
