@@ -70,7 +70,7 @@ def stager(
       This costs a pass of the CPU over each source at the put, and another when it is done, to compare sums. None: what
       `XFERLIB_DEBUG` says, "1" or "0".
 
-    Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it. In handlers of `atexit` from Python 3.12 on
+    Raises `UnknownBackendError`, or `BackendUnavailableError` with what to do about it. In handlers of `atexit` of Python 3.12
     that may come of any backend: open a stager before the end.
     """
     for name, nbytes in (("pinned_limit", pinned_limit), ("device_limit", device_limit)):

@@ -71,7 +71,7 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
 def test_where_python_starts_no_threads_since_the_program_ends_a_loop_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    """As from Python 3.12 on in handlers of `atexit`."""
+    """As Python 3.12 does in handlers of `atexit`."""
 
     def refuse(*_: object) -> NoReturn:
         raise RuntimeError("can't create new thread at interpreter shutdown")

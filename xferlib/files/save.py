@@ -58,7 +58,7 @@ def save(
 
     The arrays are read until `Save.wait_read` returns: until then do not overwrite them by work of your own, nor donate or delete
     them. `put(into=)` waits by itself. Dropping them is fine. The program does not end before its saves have. Where no thread can
-    be had, as in handlers of `atexit` from Python 3.12 on, the call itself writes the file.
+    be had, as in handlers of `atexit` of Python 3.12, the call itself writes the file.
 
     - `path` ends in `.safetensors` for a tree of any kind, with names like "params.dense.kernel": dots join the keys, and an array
       alone is "array". Text and numbers that ride along are in the file's metadata, and `load(like=)` brings them back. It ends in
