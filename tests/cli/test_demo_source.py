@@ -81,6 +81,14 @@ def test_a_file_that_is_cut_off_after_it_was_opened_is_refused_by_whoever_reads(
         source.original(7)
 
 
+def test_frames_may_be_read_to_where_they_do_not_lie_one_behind_the_other(tmp_path: Path) -> None:
+    array = np.arange(4 * 5 * 6, dtype=np.uint8).reshape(4, 5, 6)
+    wide = np.zeros((4, 5, 6, 2), np.uint8)
+    open_npy(saved(tmp_path, array)).read(0, wide[..., 0])
+    np.testing.assert_array_equal(wide[..., 0], array)
+    assert not wide[..., 1].any()
+
+
 @pytest.mark.parametrize(
     ("array", "words"),
     [
