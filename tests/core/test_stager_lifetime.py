@@ -146,6 +146,8 @@ def test_a_stager_that_is_never_closed_is_told_of_at_the_line_that_opened_it() -
     with pytest.warns(ResourceWarning, match="never closed") as told, opened():
         pass
     assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
+    # With it Python finds where it was made, if it keeps that.
+    assert isinstance(told[0].source, xferlib.Stager)
 
 
 def test_a_call_that_contextlib_makes_is_told_of_at_the_line_of_the_program() -> None:
@@ -804,7 +806,7 @@ def test_a_stager_that_another_thread_has_opened_is_usable_and_closed_as_the_int
             try:
                 print([int(batch[0]) for batch in xferlib.prefetch([np.ones(3)], stager)])
             except xferlib.XferError as error:
-                # From Python 3.12 on.
+                # Python 3.12.
                 assert "with stager.put" in str(error)
                 print([int(stager.put(np.ones(3)).result()[0])])
             stager.close()
@@ -821,7 +823,7 @@ def test_a_stager_that_is_wanted_as_the_interpreter_ends_is_opened_or_refused_in
             try:
                 xferlib.stager("host").close()
             except xferlib.BackendUnavailableError as error:
-                # From Python 3.12 on.
+                # Python 3.12.
                 assert "before the end" in str(error)
             print("over")
     """)
