@@ -179,6 +179,11 @@ def test_copies_that_waited_for_no_source_are_late(
     assert found == later
 
 
+def test_a_copy_of_which_nobody_knows_when_it_was_issued_waited_for_a_source_too() -> None:
+    table = recording(kernel(0, 10), call("source", 2, 15, site="train.py:3"), copy(15, 18, issued=0), kernel(18, 20))
+    assert causes(table) == {("source", "train.py:3"): 8.0}
+
+
 def test_a_copy_to_the_host_waits_for_no_source() -> None:
     table = recording(kernel(0, 10), call("source", 2, 15, site="train.py:3"), copy(16, 18, kind="d2h"), kernel(18, 20))
     assert causes(table) == {("source", "train.py:3"): 5.0, ("late", "train.py:3"): 2.0, ("host", ""): 1.0}

@@ -16,6 +16,7 @@ MUTANTS = [
     (GAPS, 'return "source" if self._was_awaited(copy, start) else "late"', 'return "late"'),
     (GAPS, "return number > 0 and given[number - 1] > start", "return number > 0"),
     (GAPS, "number = bisect_right(given, copy.issued or copy.start)", "number = len(given)"),
+    (GAPS, "number = bisect_right(given, copy.issued or copy.start)", "number = bisect_right(given, copy.issued)"),
     (GAPS, 'if copy.site and copy.kind == "h2d" else', 'if copy.kind == "h2d" else'),
     (GAPS, 'if copy.site and copy.kind == "h2d" else', "if copy.site else"),
     (GAPS, '"" if cause == "source" else kind', "kind"),
