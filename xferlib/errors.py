@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 __all__ = [
+    "REFUSALS",
     "AllocationError",
     "BackendUnavailableError",
     "CapabilityError",
@@ -32,6 +33,11 @@ ErrorT = TypeVar("ErrorT", bound=Exception)
 
 class XferError(Exception):
     """The root: catch it to catch all of ours and nothing else."""
+
+
+REFUSALS = (XferError, TypeError, ValueError)
+"""What is raised where a transfer is refused: nothing of it is under way. Whatever else is raised, an interrupt or by a signal's
+handler, may have come between its start and the line that keeps it."""
 
 
 class UnknownBackendError(XferError, LookupError):

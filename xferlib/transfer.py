@@ -12,7 +12,7 @@ from typing import Any, Generic, SupportsFloat, TypeAlias, final
 
 from xferlib.checks import refuse_bare_zero, uncopied
 from xferlib.debug import Check
-from xferlib.errors import BackendUnavailableError, CapabilityError, TransferError, XferError
+from xferlib.errors import REFUSALS, BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.forks import IN_CHILD, unavailable_in_child
 from xferlib.in_flight import Entry, let_go
 from xferlib.latch import is_copy_thread
@@ -245,7 +245,7 @@ class Transfer(NoArray, Generic[TreeT_co]):
             self._refuse_to_wait()
         try:
             waiting = self._event.stream_wait(stream)
-        except (XferError, TypeError, ValueError):
+        except REFUSALS:
             # A refusal leaves the copy as it was. But a borrowed copy may have failed by the same class of error: so ask.
             self.done()
             raise

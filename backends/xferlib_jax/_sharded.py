@@ -273,10 +273,7 @@ def start_at_once(
     stagers: Mapping[Device, xferlib.Stager], views: Mapping[Device, list[Array]], threads: Executor
 ) -> dict[Device, xferlib.Transfer]:
     """Start as `start` does, and borrow, with a thread for each device: the first put of a stager takes memory of the driver's, and
-    all of them memory of JAX's, for which no device is to wait until another one has its own.
-
-    Whatever is raised, all puts have returned. What they have started is the load's to wait for.
-    """
+    all of them memory of JAX's, for which no device is to wait until another one has its own."""
     transfers: dict[Device, xferlib.Transfer] = {}
     ended = Latch()
     owner: dict[None, str] = {}
@@ -301,6 +298,7 @@ def start_at_once(
         # Whoever interrupts the wait for it waits all the same, unless it has not begun.
         if owner.setdefault(None, "given up") == "started":
             ended.wait()
+        wait_for_all(transfers.values())
         raise
     return transfers
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import dis
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
-__all__ = ["Interrupt", "interrupted_at", "interrupted_in"]
+import pytest
+
+import xferlib
+from tests.core.fakes import held
+from xferlib.stager import Stager
+
+__all__ = ["Interrupt", "interrupted_at", "interrupted_in", "lost_copies"]
 
 CALLS = frozenset(number for name, number in dis.opmap.items() if name.startswith("CALL"))
 BACK = frozenset(number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD") and "NO_INTERRUPT" not in name)
@@ -105,3 +112,42 @@ def interrupted_in(step: int, call: Callable[[], object]) -> bool:
         sys.setprofile(None)
         gc.enable()
     return False
+
+
+def lost_copies(
+    patch: pytest.MonkeyPatch, method: Literal["put", "get"], engine: Any, within: tuple[str, ...], call: Callable[[], object]
+) -> int:
+    """Interrupt a call that starts one copy at each of its points, and assert that the copy is done then. Returns how often it had
+    begun.
+
+    Nothing is copied before somebody waits for it: there is one copy, so who waits is told by the gate.
+    """
+    start, synchronize, idle = getattr(Stager, method), xferlib.Transfer.synchronize, Stager.idle
+    started: list[Any] = []
+    gates: list[threading.Event] = []
+
+    def kept(stager: Stager, tree: Any, **options: Any) -> Any:
+        started.append(start(stager, tree, **options))
+        return started[-1]
+
+    def waited_for(transfer: xferlib.Transfer) -> None:
+        gates[-1].set()
+        synchronize(transfer)
+
+    def made_idle(stager: Stager) -> None:
+        gates[-1].set()
+        idle(stager)
+
+    patch.setattr(Stager, method, kept)
+    patch.setattr(xferlib.Transfer, "synchronize", waited_for)
+    patch.setattr(Stager, "idle", made_idle)
+    begun = 0
+    for point in itertools.count(1):
+        started.clear()
+        with held(engine) as gate:
+            gates.append(gate)
+            if not interrupted_at(point, within, call):
+                break
+            assert all(transfer.done() for transfer in started), point
+        begun += len(started)
+    return begun

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 import xferlib
 from tests.core.fakes import held, on_thread, until
-from tests.core.points import interrupted_at
+from tests.core.points import interrupted_at, lost_copies
 from xferlib.stager import Stager
 
 WITHIN = tuple(f"files/{name}.py" for name in ("load", "ahead", "shards", "readers", "progress"))
@@ -314,38 +314,46 @@ def test_an_interrupt_at_any_point_leaves_nothing_behind(stager: Stager, path: P
 def test_an_interrupt_at_any_point_waits_for_a_copy_that_reads_the_file(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is copied before somebody waits for it: there is one array, so who waits is told by the gate."""
     path = tmp_path / "one.safetensors"
     safetensors.numpy.save_file({"0": ARRAYS["0"]}, path)
-    put, synchronize, idle = Stager.put, xferlib.Transfer.synchronize, Stager.idle
-    started: list[Any] = []
-    gates: list[threading.Event] = []
+    engine = stager.backend.h2d  # type: ignore[attr-defined]  # the host backend's own
+    assert lost_copies(monkeypatch, "put", engine, ("files/load.py",), lambda: xferlib.load(path, stager)) > 10
 
-    def kept(stager: Stager, tree: Any, **options: Any) -> Any:
-        started.append(put(stager, tree, **options))
-        return started[-1]
 
-    def waited_for(transfer: xferlib.Transfer[Any]) -> None:
-        gates[-1].set()
-        synchronize(transfer)
+@pytest.mark.parametrize("refusal", [xferlib.AllocationError, TypeError, ValueError])
+def test_a_put_that_is_refused_does_not_wait_for_others(
+    refusal: type[Exception], stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one.safetensors"
+    safetensors.numpy.save_file({"0": ARRAYS["0"]}, path)
+    array = stager.put(np.ones(3), borrow=True).value
 
-    def made_idle(stager: Stager) -> None:
-        gates[-1].set()
-        idle(stager)
+    def refuse(stager: Stager, tree: Any, **options: Any) -> Any:
+        raise refusal("not this one")
 
-    monkeypatch.setattr(Stager, "put", kept)
-    monkeypatch.setattr(xferlib.Transfer, "synchronize", waited_for)
-    monkeypatch.setattr(Stager, "idle", made_idle)
-    lost = 0
-    for point in itertools.count(1):
-        started.clear()
-        with held(stager.backend.h2d) as gate:  # type: ignore[attr-defined]  # the host backend's own
-            gates.append(gate)
-            if not interrupted_at(point, ("files/load.py",), lambda: xferlib.load(path, stager)):
-                break
-            assert all(transfer.done() for transfer in started), point
-        lost += len(started)
-    assert lost > 10
+    with held(stager.backend.d2h):  # type: ignore[attr-defined]  # the host backend's own
+        transfer = stager.get(array)
+        monkeypatch.setattr(Stager, "put", refuse)
+        monkeypatch.setattr(Stager, "idle", lambda stager: pytest.fail("it waits for others"))
+        with pytest.raises(refusal, match="not this one"):
+            xferlib.load(path, stager)
+        assert not transfer.done()
+        monkeypatch.undo()
+
+
+def test_an_interrupted_put_of_a_stager_that_was_closed_meanwhile_is_told_as_an_interrupt(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one.safetensors"
+    safetensors.numpy.save_file({"0": ARRAYS["0"]}, path)
+
+    def cut_off(stager: Stager, tree: Any, **options: Any) -> Any:
+        stager.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stager, "put", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        xferlib.load(path, stager)
 
 
 def test_small_members_of_an_archive_are_put_together(stager: Stager, tmp_path: Path) -> None:

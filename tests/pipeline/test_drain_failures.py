@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import weakref
 from collections import deque
@@ -14,7 +13,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread
-from tests.core.points import interrupted_at
+from tests.core.points import lost_copies
 from tests.pipeline.failing import Lost, failing_copies, outcomes
 from tests.pipeline.steps import PATIENCE, d2h, until
 from xferlib.stager import Stager
@@ -50,40 +49,11 @@ def test_a_drain_that_is_closed_with_results_left_says_so(stager: xferlib.Stager
 def test_an_interrupt_at_any_point_waits_for_a_copy_that_has_begun(
     has_out: bool, stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is copied before somebody waits for it: there is one result, so who waits is told by the gate."""
-    get, synchronize, idle = Stager.get, xferlib.Transfer.synchronize, Stager.idle
-    started: list[Any] = []
-    gates: list[threading.Event] = []
-
-    def kept(stager: Stager, tree: Any, **options: Any) -> Any:
-        started.append(get(stager, tree, **options))
-        return started[-1]
-
-    def waited_for(transfer: xferlib.Transfer) -> None:
-        gates[-1].set()
-        synchronize(transfer)
-
-    def made_idle(stager: Stager) -> None:
-        gates[-1].set()
-        idle(stager)
-
     def run() -> None:
         with xferlib.drain([np.ones(3)], stager, out=np.zeros(3) if has_out else None) as loop:
             list(loop)
 
-    monkeypatch.setattr(Stager, "get", kept)
-    monkeypatch.setattr(xferlib.Transfer, "synchronize", waited_for)
-    monkeypatch.setattr(Stager, "idle", made_idle)
-    lost = 0
-    for point in itertools.count(1):
-        started.clear()
-        with held(d2h(stager)) as gate:
-            gates.append(gate)
-            if not interrupted_at(point, ("pipeline/drain.py", "pipeline/drained.py"), run):
-                break
-            assert all(transfer.done() for transfer in started), point
-        lost += len(started)
-    assert lost > 10
+    assert lost_copies(monkeypatch, "get", d2h(stager), ("pipeline/drain.py", "pipeline/drained.py"), run) > 10
 
 
 @pytest.mark.parametrize("has_out", [False, True], ids=["pool", "out"])

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, final, overload
 import numpy as np
 
 from xferlib.checks import translated
-from xferlib.errors import AllocationError, CapabilityError, XferError
+from xferlib.errors import REFUSALS, AllocationError, CapabilityError, XferError
 from xferlib.files.ahead import FileRange, ReadAhead, Unmapping
 from xferlib.files.dtypes import Conversions, DtypeRule
 from xferlib.files.names import NamedLeaves, named_leaves
@@ -89,7 +89,7 @@ class Puts(Protocol):
 
     def idle(self) -> None:
         """Block until all that was put is done, also where an interrupt has lost what `put` returned. Called by the loading thread,
-        where a put fails or is interrupted. Raises `XferError` if it cannot wait."""
+        where a put may have been cut off. Raises `XferError` if it cannot wait."""
 
     def wait(self, arrays: list[Any]) -> None:
         """Block until what computes these device arrays is done. Raises one of the backend's `failures`."""
@@ -274,8 +274,8 @@ class _Load:
         self._told()
         try:
             self._load(ahead)
-        except BaseException:
-            self._settle()
+        except BaseException as error:
+            self._settle(is_lost=self._putting and not isinstance(error, REFUSALS))
             raise
         return {name: self._found[name] for name in self._selection.arrays}
 
@@ -294,15 +294,14 @@ class _Load:
         if self._gone:
             self._puts.trim()
 
-    def _settle(self) -> None:
-        """Wait for what is under way: it reads files that the caller may change next."""
+    def _settle(self, *, is_lost: bool) -> None:
+        """Wait for what is under way: it reads files that the caller may change next. `is_lost`: so may a put that nobody has."""
         # A stager that another thread closes refuses what is asked of it below.
         for _, started in self._under_way:
             with suppress(Exception):
                 started.synchronize()
-        # An interrupt, or what a signal's handler raises, may have come between the start of a put and its entry. Only then, since
-        # this waits for transfers of others, too, and they may wait for the caller.
-        if self._putting:
+        # Only then, since this waits for transfers of others, too, and they may wait for the caller.
+        if is_lost:
             with suppress(XferError):
                 self._puts.idle()
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, NoReturn, final
 
 from xferlib.checks import uncopied, whole_number
 from xferlib.d2h import pinned_nbytes
-from xferlib.errors import AllocationError, ClosedError, XferError
+from xferlib.errors import REFUSALS, AllocationError, ClosedError, XferError
 from xferlib.latch import Latch
 from xferlib.pipeline.failed import STAGER_CLOSED, Failed
 from xferlib.pipeline.memory_estimate import Charge, MemoryEstimate, at_a_time, check_room, described, tree_nbytes
@@ -30,9 +30,6 @@ from xferlib.typed import TreeT_co
 from xferlib.words import counted
 
 __all__ = ["Drain", "Results"]
-
-REFUSALS = (XferError, TypeError, ValueError)
-"""What a get raises that has started nothing."""
 
 
 @final
@@ -130,8 +127,7 @@ class Drain(Generic[TreeT_co]):
             raise
         except BaseException as error:
             if not isinstance(error, REFUSALS):
-                # An interrupt, or what a signal's handler raises, may have come between the start of the copy and its entry: nobody
-                # could wait for it any more.
+                # It may have begun, and nobody could wait for it any more.
                 with suppress(XferError):
                     self._stager.idle()
             raise
