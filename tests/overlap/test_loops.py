@@ -325,8 +325,12 @@ def test_a_copy_of_the_warm_up_that_comes_late_is_no_verdict(device: Played, mon
     assert slept.count(loops.BASELINE_RESTS[1]) >= 3
 
 
-def test_a_thread_that_makes_its_copies_late_under_their_hold_is_waited_for(device: Played) -> None:
+def test_a_thread_that_makes_its_copies_late_under_their_hold_is_waited_for(
+    device: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is two batches ahead, so that two steps are computed before its first copy comes."""
+    # Much longer than it is late. Nothing here stands still for so long.
+    monkeypatch.setattr(loops, "STUCK_SECONDS", 4.0)
     wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     issued = [threading.Event() for _ in range(60)]
     late: list[int] = []
