@@ -329,8 +329,8 @@ def test_a_thread_that_makes_its_copies_late_under_their_hold_is_waited_for(
     device: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is two batches ahead, so that two steps are computed before its first copy comes."""
-    # Much longer than it is late. Nothing here stands still for so long.
-    monkeypatch.setattr(loops, "STUCK_SECONDS", 4.0)
+    # Much longer than it is late.
+    monkeypatch.setattr(loops, "STUCK_SECONDS", 1.5)
     wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     issued = [threading.Event() for _ in range(60)]
     late: list[int] = []
@@ -453,7 +453,7 @@ def test_a_step_that_is_too_slow_is_told_so(device: Played, monkeypatch: pytest.
 
 
 def test_a_rehearsal_holds_as_long_as_the_loop_goes_on(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "STUCK_SECONDS", 10.0)
+    monkeypatch.setattr(loops, "STUCK_SECONDS", 2.0)
     inner, count, seen = overlapping(device), itertools.count(1), []
 
     def step() -> None:
