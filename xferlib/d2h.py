@@ -111,7 +111,7 @@ class DeviceToHost:
         results = self._like_last(leaves) if given is None else None
         if results is None:
             results = self._last = _ResultLayout(self._checked(leaves, spec, given))
-        addresses = None if given is None else [self._host.address(array) for array in given]
+        addresses = None if given is None else self._host.addresses(given)
         behind = given is None and self._jobs.is_issuing()
         if behind or (addresses is not None and None in addresses):
             sources, after = self._placed(leaves, spec, stream, direct=addresses is not None and any(addresses))

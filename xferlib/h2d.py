@@ -21,7 +21,7 @@ from xferlib.in_flight import uses
 from xferlib.ledger import Ledger, all_ledgers
 from xferlib.memory.arrays import Array
 from xferlib.memory.device_pool import DevicePool, Lease, note_reader
-from xferlib.memory.host import HostLeaf, HostMemory
+from xferlib.memory.host import ASSUMED_OF_FEW_NBYTES, FEW_LEAVES, HostLeaf, HostMemory
 from xferlib.memory.idle_blocks import Streams
 from xferlib.packing import PackedBlock, Packing, Packings
 from xferlib.pageable_warning import PageableWarning
@@ -35,9 +35,6 @@ from xferlib.uninterrupted import uninterrupted
 
 __all__ = ["HostToDevice"]
 
-ASK_EACH_UNDER_LEAVES, ASK_EACH_OVER_NBYTES = 16, 16 << 10
-"""The driver takes as long to say where a leaf lies as the CPU takes to copy one of this size. So it is asked about each only where
-they are fewer and larger, else about the first alone: the others are taken to be like it."""
 BORROW_FROM_NBYTES = 1 << 20
 """Waiting until fewer are staged takes about as long as waking a thread, and then nobody has to keep the sources."""
 
@@ -113,9 +110,8 @@ class HostToDevice:
             return None
         if not _are_outside(leaves):
             return None
-        # The others are taken to be like the first: asking the driver for each would take longer than copying it. If one is
-        # page-locked all the same, it is staged, which is correct, though a detour.
-        for leaf in leaves if packing.count < ASK_EACH_UNDER_LEAVES and packed.largest > ASK_EACH_OVER_NBYTES else leaves[:1]:
+        # As `HostMemory.leaves`: the driver is asked about the first of small ones, and about each of a few larger ones.
+        for leaf in leaves if packing.count < FEW_LEAVES and packed.largest > ASSUMED_OF_FEW_NBYTES else leaves[:1]:
             if self._address(leaf) is not None:
                 return None
         if not borrow and self._warning.concerns(packed.nbytes):

@@ -10,7 +10,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import succeeds, tampered
-from xferlib.h2d import ASK_EACH_OVER_NBYTES
+from xferlib.memory.host import ASSUMED_OF_FEW_NBYTES, FEW_LEAVES
 from xferlib.packing import KEPT_PACKINGS, Packing, Packings
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
@@ -115,7 +115,7 @@ def test_of_a_few_leaves_that_are_very_small_too() -> None:
 
     backend.is_pinned = is_pinned
     small: list[np.ndarray[Any, Any]] = [np.arange(10), np.arange(20)]
-    larger: list[np.ndarray[Any, Any]] = [np.arange(10), np.zeros(ASK_EACH_OVER_NBYTES + 1, np.uint8)]
+    larger: list[np.ndarray[Any, Any]] = [np.arange(10), np.zeros(ASSUMED_OF_FEW_NBYTES + 1, np.uint8)]
     with xferlib.stager(backend) as stager:
         for leaves, addresses in ((small, small[:1]), (larger, larger)):
             stager.put(leaves).synchronize()
@@ -123,6 +123,38 @@ def test_of_a_few_leaves_that_are_very_small_too() -> None:
             for got, want in zip(stager.put(leaves).result(), leaves, strict=True):
                 assert np.array_equal(got, want)
             assert asked == [leaf.ctypes.data for leaf in addresses]
+
+
+@pytest.mark.parametrize("count", [2, FEW_LEAVES - 1, FEW_LEAVES])
+@pytest.mark.parametrize("nbytes", [8, ASSUMED_OF_FEW_NBYTES, ASSUMED_OF_FEW_NBYTES + 8])
+def test_of_small_arrays_that_a_get_is_to_fill_the_driver_is_asked_about_the_first(count: int, nbytes: int) -> None:
+    asked: list[int] = []
+    backend = tampered()
+
+    def is_pinned(address: int, nbytes: int) -> bool:
+        asked.append(address)
+        return bool(backend.inner.is_pinned(address, nbytes))
+
+    backend.is_pinned = is_pinned
+    with xferlib.stager(backend) as stager:
+        arrays = stager.put([np.full(nbytes // 8, number) for number in range(count)]).value
+        out: list[np.ndarray[Any, Any]] = [np.empty(nbytes // 8, np.int64) for _ in range(count)]
+        asked.clear()
+        stager.get(arrays, out=out).synchronize()
+        assert [int(array[-1]) for array in out] == list(range(count))
+        small = nbytes <= ASSUMED_OF_FEW_NBYTES or count >= FEW_LEAVES
+        assert asked == [array.ctypes.data for array in (out[:1] if small else out)]
+
+
+def test_small_arrays_that_a_get_is_to_fill_may_lie_in_memory_of_all_kinds(stager: xferlib.Stager) -> None:
+    memory = np.empty((4, 100), np.int64)
+    arrays = stager.put([np.full(100, number) for number in range(12)]).value
+    with stager.pin(memory):
+        for first in ([], [memory[3]], [stager.empty_pinned(100, np.int64)]):
+            others = [np.empty(100, np.int64), *memory[:3], stager.empty_pinned(100, np.int64)]
+            out = [*first, *others]
+            stager.get(arrays[: len(out)], out=out).synchronize()
+            assert [array.tolist() for array in out] == [[number] * 100 for number in range(len(out))]
 
 
 @pytest.mark.parametrize("count", [3, 100, 3000])

@@ -12,17 +12,18 @@ from xferlib.memory.pinned_pool import PinnedPool, pool_pending
 from xferlib.memory.registered import splits
 from xferlib.protocol import HostStager
 
-__all__ = ["HostLeaf", "HostMemory", "mappable"]
+__all__ = ["ASSUMED_OF_FEW_NBYTES", "FEW_LEAVES", "HostLeaf", "HostMemory", "mappable"]
 
 HostLeaf: TypeAlias = tuple[Array, int | None]
 """A host array, and its address: None if its memory must be staged, 0 if it has no bytes."""
 
 
 TREES = "put takes an array, or a tree of them: dict, list, tuple, named tuple or dataclass"
-TOGETHER_FROM_LEAVES = 16
-"""From so many on, leaves are checked together."""
 ASSUMED_UP_TO_NBYTES = 64 << 10
-"""Leaves up to this size are taken to be like the first: the CPU copies one about as fast as the driver answers."""
+"""Of many leaves, those up to this size are taken to be like the first of them: to ask the driver about each would take longer than
+to copy it. If one is page-locked all the same, it is staged, which is correct, though a detour."""
+FEW_LEAVES, ASSUMED_OF_FEW_NBYTES = 16, 16 << 10
+"""Of fewer than so many, those up to this size: the CPU copies one in about the time in which the driver answers."""
 
 
 @final
@@ -45,13 +46,8 @@ class HostMemory:
         return array, self.address(array)
 
     def leaves(self, leaves: Sequence[Any]) -> list[HostLeaf] | None:
-        """Check many leaves in less time. None: look at each by `leaf`.
-
-        All small ones outside the pool are assumed to be like the first of them: asking the driver for each would take longer than
-        copying it. If one is page-locked all the same, it is staged, which is correct, though a detour.
-        """
-        if len(leaves) < TOGETHER_FROM_LEAVES:
-            return None
+        """Check leaves in less time. None: look at each by `leaf`. Small ones outside the pool: see `ASSUMED_UP_TO_NBYTES`."""
+        assumed = ASSUMED_UP_TO_NBYTES if len(leaves) >= FEW_LEAVES else ASSUMED_OF_FEW_NBYTES
         found: list[HostLeaf] = []
         dtypes, in_pool, asked = self.dtypes, self._in_pool, False
         some_in_pool = self._pool.has_arrays
@@ -65,7 +61,7 @@ class HostMemory:
                 if known not in dtypes:
                     return None
             nbytes = leaf.nbytes
-            if nbytes > ASSUMED_UP_TO_NBYTES:
+            if nbytes > assumed:
                 found.append((leaf, self.address(leaf)))
                 continue
             base = leaf.base
@@ -114,6 +110,11 @@ class HostMemory:
             return address
         # Drivers are asked about both ends. Between two pins there may be memory that no copy engine can use.
         return address if self._is_pinned(address, nbytes) and not splits(address, nbytes) else None
+
+    def addresses(self, arrays: Sequence[Array]) -> list[int | None]:
+        """Return what `address` returns for each, in less time, as `leaves` does."""
+        found = self.leaves(arrays)
+        return list(map(self.address, arrays)) if found is None else [address for _, address in found]
 
     def locked_address(self, array: Array) -> int | None:
         """Return the same, but first block until memory that is about to be page-locked is locked."""

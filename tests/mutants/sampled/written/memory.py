@@ -64,8 +64,15 @@ MUTANTS = [
     (RANGES, "        self._whole.pop(start, None)\n        if size", "        if size"),
     (
         HOST,
-        "            if nbytes > ASSUMED_UP_TO_NBYTES:\n                found.append((leaf, self.address(leaf)))\n                continue\n",
+        "            if nbytes > assumed:\n                found.append((leaf, self.address(leaf)))\n                continue\n",
         "",
+    ),
+    (HOST, "if len(leaves) >= FEW_LEAVES else", "if len(leaves) > FEW_LEAVES else"),
+    (HOST, "if nbytes > assumed:", "if nbytes >= assumed:"),
+    (
+        HOST,
+        "return list(map(self.address, arrays)) if found is None else [address for _, address in found]",
+        "return list(map(self.address, arrays))",
     ),
     (HOST, "if type(base) is np.ndarray and base.base is None:", "if type(base) is np.ndarray:"),
     (HOST, " and not splits(address, nbytes) else None", " else None"),
