@@ -476,6 +476,26 @@ def test_who_could_not_read_the_earlier_file_cannot_at_any_time(
     assert modes == [0o600]
 
 
+def test_what_replaces_a_read_only_file_is_its_owners_until_it_has_the_name(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"")
+    path.chmod(0o444)
+    modes: list[int] = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    xferlib.save(path, there(stager, np.arange(3)), stager).result(20)
+    # If its process were killed now, whoever removes what is left could open it.
+    assert modes[0] & 0o600 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o444
+
+
 @pytest.mark.parametrize("name", ["a\0b", "a\nb", "x" * 70_000], ids=["nul", "line", "long"])
 def test_a_name_that_an_archive_would_not_give_back_is_refused(stager: Stager, tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="no name for an array in an archive"):

@@ -38,6 +38,8 @@ INDIRECT = (errno.EINVAL, errno.EFAULT, errno.ENOTSUP)
 """What systems say where a file, or memory, is not for direct writes."""
 STEP_NANOSECONDS = 1_000_000
 """Between two files: file systems have times to the microsecond at least."""
+OWNERS = 0o600
+"""What a file's owner may do with it until it has its name: whoever removes what a killed process left opens it for the lock."""
 
 
 @final
@@ -51,6 +53,8 @@ class TemporaryFile:
         self._target = target
         self._number = next(_numbers)
         self._path: Path | None = None
+        self._mode: int | None = None
+        """Of the earlier file."""
         self._file: io.FileIO | None = None
         self._mapped: mmap.mmap | None = None
         self._direct: io.FileIO | None = None
@@ -62,15 +66,17 @@ class TemporaryFile:
         # First: whoever forks from here on looks for descriptors.
         _begun[self._number] = None
         _remove_left(target.parent)
-        mode = None
+        mode = 0o666
         with suppress(OSError):
-            mode = target.stat().st_mode & 0o777
+            self._mode = target.stat().st_mode & 0o777
+            # Whoever could not read the earlier file cannot read this one at any time.
+            mode = self._mode | OWNERS
         while True:
             # Not the target's name and more: that may be as long as a name can be.
             self._path = target.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
             try:
                 # A call in C, which an interrupt does not cut: either nobody has the descriptor, or the object that closes it.
-                self._file = io.FileIO(str(self._path), "x+", opener=partial(os.open, mode=0o666 if mode is None else mode))
+                self._file = io.FileIO(str(self._path), "x+", opener=partial(os.open, mode=mode))
             except OSError as error:
                 # The caller knows no other name.
                 error.filename = str(target)
@@ -79,10 +85,6 @@ class TemporaryFile:
                 break
             # Another process takes it for one that was left, since it was not locked yet.
             self._file.close()
-        if mode is not None:
-            # Whoever could read the earlier file can read this one, and nobody else at any time.
-            with suppress(OSError):
-                os.fchmod(self._descriptor, mode)
 
     @property
     def _descriptor(self) -> int:
@@ -167,6 +169,10 @@ class TemporaryFile:
         # It is as new as it is published: series of files are told apart by that.
         _stamp(self._descriptor)
         os.fsync(self._descriptor)
+        if self._mode is not None:
+            # Whoever could read the earlier file can read this one.
+            with suppress(OSError):
+                os.fchmod(self._descriptor, self._mode)
         assert self._path is not None
         self._path.replace(self._target)
         # Not every file system can, and the file is there in any case.
