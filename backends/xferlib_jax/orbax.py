@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from pathlib import Path
 from typing import Any, final
@@ -23,7 +24,7 @@ import xferlib
 __all__ = ["XferHandler", "XferRestore", "XferSave"]
 
 FILE = "state.safetensors"
-FOLDER_SECONDS = 60.0
+FOLDER_SECONDS = 60
 """How long Orbax may take to make the folder of a step: it does so beside the call."""
 LOOK_SECONDS = 0.001
 
@@ -45,13 +46,19 @@ class XferHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # Orbax ne
 
     async def async_save(self, directory: Any, args: XferSave) -> list[_Written]:
         """Start writing, and return when the arrays may be donated. Raises as `xferlib.save`, `TimeoutError` without a folder."""
-        path = Path(directory) / FILE
+        made = threading.Event()
+
+        async def note() -> None:
+            made.set()
+
+        # Not by a look at the folder: it may be one that a killed process left, which Orbax is about to remove.
+        ocp.future.CommitFutureAwaitingContractedSignals(note(), name="xferlib-orbax", timeout_secs=FOLDER_SECONDS)
         deadline = time.monotonic() + FOLDER_SECONDS
-        while not path.parent.is_dir():
+        while not made.is_set():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Orbax has not made {str(path.parent)!r} after {FOLDER_SECONDS} seconds")
+                raise TimeoutError(f"Orbax has not made {str(directory)!r} after {FOLDER_SECONDS} seconds")
             await asyncio.sleep(LOOK_SECONDS)
-        save = xferlib.save(path, args.item, self._stager, **self._options)
+        save = xferlib.save(Path(directory) / FILE, args.item, self._stager, **self._options)
         save.wait_read()
         return [_Written(save)]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from xferlib.stager import Stager
 
 jax = pytest.importorskip("jax")
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed: its handler was not tried")
+
+SUFFIX = ".orbax-checkpoint-tmp"
 
 
 def state(value: float) -> dict[str, Any]:
@@ -81,6 +86,45 @@ def test_a_step_has_its_name_when_the_file_is_there(stager: Stager, tmp_path: Pa
         gate.set()
         kept.wait_until_finished()
         assert (tmp_path / "1").exists()
+
+
+def test_the_folder_that_a_killed_process_left_of_a_step_is_not_written_to(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import xferlib_jax.orbax
+    from xferlib_jax.orbax import XferRestore, XferSave
+
+    waits, remove, save, sleep = threading.Event(), shutil.rmtree, xferlib.save, asyncio.sleep
+    left: list[bool] = []
+
+    def remove_late(*args: Any, **options: Any) -> None:
+        # Orbax removes what is left when it makes the folder anew, on a thread of its own.
+        assert waits.wait(WATCHDOG)
+        remove(*args, **options)
+
+    def note(path: Path, *args: Any, **options: Any) -> Any:
+        left.append((path.parent / "half").exists())
+        waits.set()
+        return save(path, *args, **options)
+
+    async def wait(seconds: float) -> None:
+        waits.set()
+        await sleep(seconds)
+
+    with manager(tmp_path, stager) as kept:
+        kept.save(1, args=XferSave(state(1)))
+        kept.wait_until_finished()
+        (item,) = [path.name for path in (tmp_path / "1").iterdir() if path.is_dir()]
+        half = tmp_path / f"2{SUFFIX}" / f"{item}{SUFFIX}"
+        half.mkdir(parents=True)
+        (half / "half").write_bytes(b"half")
+        monkeypatch.setattr(shutil, "rmtree", remove_late)
+        monkeypatch.setattr(xferlib, "save", note)
+        monkeypatch.setattr(xferlib_jax.orbax, "asyncio", SimpleNamespace(sleep=wait))
+        kept.save(2, args=XferSave(state(2)))
+        kept.wait_until_finished()
+        assert left == [False]
+        equal(kept.restore(2, args=XferRestore(like=state(0))), 2)
 
 
 def test_what_cannot_be_saved_is_refused_at_the_call(stager: Stager, tmp_path: Path) -> None:
