@@ -21,7 +21,7 @@ from tests.core.fakes import held, on_thread, until
 from tests.files.saves import MIB, bits, held_files, held_writes, only, same, there
 from xferlib import ledger
 from xferlib.byte_reader import ByteReader
-from xferlib.files import outcome, pace
+from xferlib.files import outcome, pace, writing
 from xferlib.files.pace import READS_AHEAD
 from xferlib.files.plan import MOST_ARRAYS, Layout, Plan
 from xferlib.files.temporary import TemporaryFile
@@ -516,6 +516,25 @@ def test_many_threads_take_no_more_than_it_may(tmp_path: Path, monkeypatch: pyte
         array = bits((20 * MIB,), np.dtype(np.uint8))
         same(np.load(xferlib.save(tmp_path / "a.npy", array, stager, memory=4 * MIB).result()), array)
         assert stager._pool.nbytes <= 4 * MIB
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (2, 2), (4, 4), (8, 8), (12, 8), (16, 10), (24, 15), (64, 16)])
+def test_where_there_are_many_cores_the_threads_leave_some_to_others(
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    started: list[None] = []
+    start = writing.Writing._start_one
+
+    def counted(self: writing.Writing) -> bool:
+        started.append(None)
+        return start(self)
+
+    monkeypatch.setattr(writing, "usable_cores", lambda: cores)
+    monkeypatch.setattr(writing, "PIECE_NBYTES", 64 << 10)
+    monkeypatch.setattr(writing.Writing, "_start_one", counted)
+    array = there(stager, bits((2 * MIB,), np.dtype(np.uint8)))
+    same(np.load(xferlib.save(tmp_path / "a.npy", array, stager).result()), np.asarray(array))
+    assert len(started) == threads
 
 
 def test_it_needs_little_of_a_pool_that_is_full(tmp_path: Path) -> None:
