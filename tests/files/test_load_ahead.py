@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import re
@@ -21,6 +23,7 @@ import xferlib
 from tests.core.fakes import on_thread, until
 from xferlib.errors import TransferError
 from xferlib.files.ahead import FileRange, Unmapping
+from xferlib.memory.arrays import address_of
 from xferlib.memory.foreign import file_of, mapped
 from xferlib.stager import Stager
 
@@ -51,11 +54,11 @@ class Advised:
         self._end = end
         self._all = threading.Event()
 
-    def __call__(self, descriptor: int, offset: int, nbytes: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
+    def __call__(self, descriptor: int, offset: int, nbytes: int) -> int:
         self.file_ranges.append((offset, offset + nbytes))
         if offset + nbytes >= self._end:
             self._all.set()
+        return 0
 
     def wait(self, done: int, total: int) -> None:
         """Hold a load, as its progress, until the end of the file was asked for: it may be done before."""
@@ -65,7 +68,7 @@ class Advised:
 @pytest.fixture
 def advised(path: Path, monkeypatch: pytest.MonkeyPatch) -> Advised:
     found = Advised(path.stat().st_size)
-    monkeypatch.setattr(os, "posix_fadvise", found)
+    monkeypatch.setattr(ahead_module, "_advise", found)
     return found
 
 
@@ -141,12 +144,13 @@ def test_nothing_looks_at_a_file_that_is_closed(stager: Stager, path: Path, monk
     is_cold(monkeypatch, BlockingIOError())
     begun, goes_on, closed = threading.Event(), threading.Event(), []
 
-    def slow(descriptor: int, *_: Any) -> None:
+    def slow(descriptor: int, *_: Any) -> int:
         begun.set()
         goes_on.wait(20)
         closed.append(not os.path.samefile(f"/proc/self/fd/{descriptor}", path))
+        return 0
 
-    monkeypatch.setattr(os, "posix_fadvise", slow)
+    monkeypatch.setattr(ahead_module, "_advise", slow)
     loading = on_thread(lambda: xferlib.load(path, stager))
     assert begun.wait(10)
     assert not wait([loading], 0.3).done
@@ -160,12 +164,43 @@ def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
     stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_cold(monkeypatch, BlockingIOError())
+    asked: list[int] = []
 
-    def refused(*_: Any) -> None:
-        raise OSError(22, "no advice")
+    def refused(descriptor: int, start: int, nbytes: int) -> int:
+        asked.append(start)
+        return errno.EINVAL
 
-    monkeypatch.setattr(os, "posix_fadvise", refused)
-    assert {name: int(array[0]) for name, array in xferlib.load(path, stager).items()} == SIZES
+    monkeypatch.setattr(ahead_module, "_advise", refused)
+
+    def tell(done: int, total: int) -> None:
+        assert done < total or until(lambda: asked)
+
+    assert {name: int(array[0]) for name, array in xferlib.load(path, stager, progress=tell).items()} == SIZES
+    assert len(asked) == 1 < path.stat().st_size // ahead_module.LOOK_EVERY
+
+
+def resident(mapping: mmap.mmap) -> int:
+    """Count the pages that are in the system's cache."""
+    found = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(address_of(np.frombuffer(mapping, np.uint8)))
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapping)), found) == 0
+    return sum(page & 1 for page in found)
+
+
+def test_advice_brings_every_page_of_a_range_into_the_cache(tmp_path: Path) -> None:
+    pages, advised = 2048, range(512, 1536)
+    with open(tmp_path / "cold", "w+b") as file:
+        file.write(bytes(pages * mmap.PAGESIZE))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapping = mmap.mmap(file.fileno(), 0)
+        if resident(mapping):
+            pytest.skip("this file system keeps all in memory")
+        assert ahead_module._advise(file.fileno(), advised.start * mmap.PAGESIZE, len(advised) * mmap.PAGESIZE) == 0
+        assert until(lambda: resident(mapping) >= len(advised))
+    assert ahead_module._advise(-1, 0, 1) == errno.EBADF
 
 
 def test_where_not_all_bytes_are_needed_nothing_is_asked_for(
@@ -292,8 +327,8 @@ def test_a_load_that_fails_waits_for_what_is_being_unmapped_and_leaves_the_rest(
     ("starts", "joined"),
     [
         ([(1, 0), (1, 100)], [(1, 0, 200)]),
-        ([(1, 0), (1, 100 + ahead_module.ADVISED)], [(1, 0, 200 + ahead_module.ADVISED)]),
-        ([(1, 0), (1, 101 + ahead_module.ADVISED)], [(1, 0, 100), (1, 101 + ahead_module.ADVISED, 100)]),
+        ([(1, 0), (1, 100 + ahead_module.GAP)], [(1, 0, 200 + ahead_module.GAP)]),
+        ([(1, 0), (1, 101 + ahead_module.GAP)], [(1, 0, 100), (1, 101 + ahead_module.GAP, 100)]),
         ([(1, 0), (1, 100), (1, 300)], [(1, 0, 400)]),
         # As in a file whose header names them in another order.
         ([(1, 100), (1, 0)], [(1, 100, 100), (1, 0, 100)]),

@@ -3,6 +3,7 @@
 #include "copying.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -19,6 +20,8 @@
 
 // Below, the bytes stay in a cache until they are asked for, and stores past it only cost.
 enum { ASIDE_FROM = 64 << 10 };
+// What is asked for above its own limit the system ignores; this is the usual one.
+enum { ADVISED = 128 << 10 };
 enum { PAGE = 4096, TOUCHED = 2 << 20, POPULATE_WRITE = 23 };  // MADV_POPULATE_WRITE, of Linux 5.14.
 
 #if defined(__x86_64__)
@@ -69,6 +72,14 @@ int touch_pages(char *memory, size_t nbytes) {
             }
             if (errno != EAGAIN && errno != EINTR) return errno;
         }
+    }
+    return 0;
+}
+
+int read_ahead(int descriptor, int64_t start, size_t nbytes) {
+    for (size_t at = 0; at < nbytes; at += ADVISED) {
+        int code = posix_fadvise(descriptor, start + (int64_t)at, ADVISED, POSIX_FADV_WILLNEED);
+        if (code) return code;
     }
     return 0;
 }

@@ -16,5 +16,7 @@ void survive_bus_errors(void);
 bool read_whole(int descriptor, int64_t offset, char *dst, size_t nbytes);
 // Have the system put pages under a range, whose contents stay. Returns 0, or why it has none (errno).
 int touch_pages(char *memory, size_t nbytes);
+// Ask the system to read bytes of a file into its cache. Returns 0, or why it does not (errno).
+int read_ahead(int descriptor, int64_t start, size_t nbytes);
 
 #endif

@@ -1482,3 +1482,5 @@ int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const 
 }
 
 int xe_touch(void *memory, size_t nbytes) { return touch_pages(memory, nbytes); }
+
+int xe_read_ahead(int descriptor, int64_t start, size_t nbytes) { return read_ahead(descriptor, start, nbytes); }

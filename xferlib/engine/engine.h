@@ -166,6 +166,10 @@ int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const 
 // Have the system put pages under memory, on the calling thread; what is in it stays. Returns 0, or why it has none (errno).
 int xe_touch(void *memory, size_t nbytes);
 
+// Ask the system to read bytes of a file into its cache, in steps that it does not cut short: advice, which may come to nothing.
+// Returns 0, or why it takes none (errno).
+int xe_read_ahead(int descriptor, int64_t start, size_t nbytes);
+
 #pragma GCC visibility pop
 
 #endif

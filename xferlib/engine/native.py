@@ -237,6 +237,7 @@ _SIGNATURES = {
     "xe_copies_d2h": (_I, (ctypes.POINTER(Calls), _P, _P, _P, _P, _N)),
     "xe_gather": (_I, (_P, _P, _I, ctypes.POINTER(_I64), ctypes.POINTER(_I64), _N)),
     "xe_touch": (_I, (_P, _N)),
+    "xe_read_ahead": (_I, (_I, _I64, _N)),
     # Device addresses are described as pointers, too: ctypes takes those in half the time.
     "xe_context_copy_h2d": (_I, (_P, _P, _P, _N, _P)),
     "xe_context_copy_d2h": (_I, (_P, _P, _P, _N, _P)),

@@ -11,11 +11,11 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar, final
 
+from xferlib.engine.native import library
 from xferlib.tickets import ticket
 
 __all__ = ["FileRange", "ReadAhead", "Unmapping"]
@@ -26,8 +26,8 @@ LOOK_EVERY = 4 << 20
 """Bytes: one page in so many is asked whether it is in the system's cache."""
 LEAST_UNMAPPED = 1 << 20
 """Bytes."""
-ADVISED = 128 << 10
-"""Bytes that the system is asked to read at a time. What is above its own limit it ignores; this is the usual one."""
+GAP = 128 << 10
+"""Bytes: ranges with no more than this between them are read as one."""
 NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 """Where the C library has no such flag the page is read, and nothing is asked for."""
 # Unlike the method of `mmap` it does not keep the interpreter meanwhile.
@@ -86,9 +86,7 @@ class _SerialThread(Generic[T]):
 
 def _run(work: Callable[[T, list[None]], None], given: SimpleQueue[T | None], over: list[None]) -> None:
     while (thing := given.get()) is not None:
-        # A file system may take no advice.
-        with suppress(OSError):
-            work(thing, over)
+        work(thing, over)
         # It may hold a mapping, which is not to live until the next one comes.
         del thing
 
@@ -168,8 +166,19 @@ def _read(file_range: FileRange, over: list[None]) -> None:
             return
         if _is_cached(descriptor, block):
             continue
-        for at in range(block, min(block + LOOK_EVERY, start + nbytes), ADVISED):
-            os.posix_fadvise(descriptor, at, ADVISED, os.POSIX_FADV_WILLNEED)
+        if _advise(descriptor, block, min(LOOK_EVERY, start + nbytes - block)):
+            # A file system may take no advice.
+            return
+
+
+def _advise(descriptor: int, start: int, nbytes: int) -> int:
+    """Ask the system to read bytes of a file; return why it does not (errno), or 0.
+
+    In one call: the system takes them in small steps, and with a call for each this thread would want the interpreter so often that
+    whoever starts the copies would wait for it at every turn.
+    """
+    code: int = library().xe_read_ahead(descriptor, start, nbytes)
+    return code
 
 
 def _joined(file_ranges: Iterable[FileRange]) -> Iterator[FileRange]:
@@ -177,7 +186,7 @@ def _joined(file_ranges: Iterable[FileRange]) -> Iterator[FileRange]:
     first: FileRange | None = None
     end = 0
     for file_range in file_ranges:
-        if first is not None and first.descriptor == file_range.descriptor and 0 <= file_range.start - first.start <= end + ADVISED:
+        if first is not None and first.descriptor == file_range.descriptor and 0 <= file_range.start - first.start <= end + GAP:
             end = file_range.start + file_range.nbytes - first.start
             continue
         if first is not None:
