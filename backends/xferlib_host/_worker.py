@@ -33,7 +33,7 @@ class Worker:
         self._name = name
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # No finaliser: the finalisers of others in the same reference cycle may still put jobs, and wait for them.
-        self._end = ticket(self._queue.put, None)
+        self._end: object = ticket(self._queue.put, None)
         self._open = True
         self._pid = os.getpid()
         # The thread is given the queue and not the worker, which it would keep alive.
@@ -72,6 +72,8 @@ class Worker:
         if first and last is not None:
             self._queue.put(last)
         self._queue.put(None)
+        # A job that came too late may refer to this, and the collector does not see that a ticket keeps the queue.
+        self._end = None
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

@@ -24,10 +24,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 from xferlib import protocol
 from xferlib.errors import CapabilityError, ClosedError
 from xferlib.latch import note_copy_thread
+from xferlib.tickets import Alive, ticket
 from xferlib.tracing.events import CPU
 from xferlib.tracing.events import Event as Traced
 from xferlib.tracing.log import LOG
-from xferlib.uninterrupted import collects
+from xferlib.uninterrupted import collects, uninterrupted
 from xferlib_jax._promise import ComputeError, Promise, Promises
 
 __all__ = ["CopyError", "CpuEvent", "Engine"]
@@ -116,7 +117,11 @@ class CpuEvent:
 
 @final
 class Engine:
-    """One direction. Any thread may call any method but `close`, and none of them waits for what is queued."""
+    """One direction. Any thread may call any method but `close`, and none of them waits for what is queued.
+
+    Its thread ends at `close()` or, when nobody can start a copy any more, after the last one: an interrupt while a stager is
+    opened may lose it.
+    """
 
     def __init__(self, name: str, promises: Promises, kind: Literal["h2d", "d2h"] = "h2d") -> None:
         self._name = name
@@ -124,15 +129,18 @@ class Engine:
         self._kind: Literal["h2d", "d2h"] = kind
         self._number = next(_numbers)
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        # No finalizer: those of others in the same reference cycle may still start copies, and wait for them.
+        self._end: object = ticket(self._queue.put, None)
         self._open = True
         self._pid = os.getpid()
         self._broken: _Failure | None = None
         self._unmade: dict[Caller, _Failure] = {}
         """Why copies were not made, until their event comes. For the engine's thread alone."""
+        # The thread is given the queue and not the engine, which it would keep alive.
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
-        # As long as it is open: an engine that is dropped without being closed leaves its thread behind, and no copy hangs.
-        _engines[id(self)] = self
+        # `Thread.start` cut off by an interrupt leaves a lock held, or an error in its place.
+        uninterrupted(self._thread.start)
+        _engines.add(self)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Copy when all that was started before has ended."""
@@ -174,10 +182,11 @@ class Engine:
         if os.getpid() != self._pid:
             return  # A forked child has no thread.
         self._open = False
-        self._queue.put(None)
+        # This posts the mark that ends the thread. A ticket that was kept would keep the queue, and a job that came too late and
+        # refers to this: the collector does not see what is in a ticket.
+        self._end = None
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        _engines.pop(id(self), None)
 
     def drain(self, seconds: float) -> None:
         """Wait until what was started has ended, but no longer than this."""
@@ -234,14 +243,13 @@ def _run(queue: SimpleQueue[Job | None]) -> None:
 _numbers = itertools.count(FIRST_NUMBER)
 _threads: dict[int, None] = {}
 """Those of engines, by number."""
-_engines: dict[int, Engine] = {}
-"""Those that are open."""
+_engines: Alive[Engine] = Alive()
 
 
 def _drain_all() -> None:
     """Let copies end before the interpreter frees the memory under them. Copies that wait for ever are left behind."""
     deadline = time.monotonic() + EXIT_SECONDS
-    for engine in list(_engines.values()):
+    for engine in _engines:
         engine.drain(max(0.0, deadline - time.monotonic()))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from xferlib_host._worker import Worker
 
 from tests.core.fakes import until
 from tests.core.points import interrupted_at
+from xferlib.errors import ClosedError
 
 
 class Cut:
@@ -36,6 +40,29 @@ def test_what_runs_last_runs_once_though_closing_was_interrupted(monkeypatch: py
     worker.close(lambda: ran.append("last"))
     assert ran == ["last"]
     assert not worker._thread.is_alive()
+
+
+class Closing:
+    """A queue. Its worker is closed before a job comes in, as by another thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._queue = worker, worker._queue
+
+    def put(self, job: Any) -> None:
+        self._worker._queue = self._queue
+        self._worker.close()
+        self._queue.put(job)
+
+
+def test_a_job_that_came_too_late_for_its_worker_keeps_neither() -> None:
+    worker = Worker("xferlib-host-late")
+    worker._queue = Closing(worker)  # type: ignore[assignment]
+    with pytest.raises(ClosedError):
+        worker.put(partial(worker.drain, 0.0))
+    gone = weakref.ref(worker)
+    del worker
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_thread_whose_start_is_interrupted_at_any_point_leaves_no_error_and_no_thread_behind() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from xferlib_jax import conformance
 
+from tests.core.points import interrupted_at
 from tests.interrupts.repeated import interrupted
 from tests.jax.garbage import Cycle, eventually
 from xferlib.conformance.values import assert_same, words
@@ -25,6 +28,26 @@ def cpu(stager: Stager) -> Any:
     backend = CpuStager(conformance.bench().jax.local_devices(backend="cpu")[0])
     yield backend
     backend.close()
+
+
+class Closing:
+    """A queue. Its engine is closed before a job comes in, as by another thread."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._queue = engine, engine._queue
+
+    def put(self, job: Any) -> None:
+        self._engine._queue = self._queue
+        self._engine.close()
+        self._queue.put(job)
+
+
+def _engine_named(name: str) -> Any:
+    from xferlib_jax._engine import Engine
+    from xferlib_jax._promise import Promises
+    from xferlib_jax._reading import Readings
+
+    return Engine(name, Promises(Readings(lambda: None)))
 
 
 def test_a_finalizer_on_an_engines_thread_may_start_copies_and_is_refused_to_wait_for_them(cpu: Any) -> None:
@@ -102,10 +125,6 @@ def test_an_event_may_be_waited_for_by_many_and_interrupted(cpu: Any) -> None:
 
 
 def test_an_engine_in_a_cycle_still_copies_for_the_finalizers_that_die_with_it(stager: Stager) -> None:
-    from xferlib_jax import _engine
-    from xferlib_jax._promise import Promises
-    from xferlib_jax._reading import Readings
-
     source, target = words(1), np.zeros_like(words(1))
     left: list[Any] = []
 
@@ -116,9 +135,7 @@ def test_an_engine_in_a_cycle_still_copies_for_the_finalizers_that_die_with_it(s
 
         # One before it and one after: whichever way they are finalized, one comes behind the engine.
         Cycle(act)
-        engine = _engine.Engine("engine", Promises(Readings(lambda: None)))
-        # What nobody has closed is there until it is; taken out of the table, it is garbage like any other.
-        assert _engine._engines.pop(id(engine)) is engine
+        engine = _engine_named("engine")
         Cycle(act)
 
     # The collector would find the first of them before there is an engine to copy with.
@@ -135,6 +152,33 @@ def test_an_engine_in_a_cycle_still_copies_for_the_finalizers_that_die_with_it(s
     left[0][0].close()
 
 
+def test_a_dropped_engine_ends_its_thread_behind_the_copies_that_it_had_started(stager: Stager) -> None:
+    gate = threading.Event()
+    source, target = words(1), np.zeros_like(words(1))
+    engine = _engine_named("dropped")
+    thread = engine._thread
+    engine.submit(gate.wait)
+    engine.copy(target.ctypes.data, source.ctypes.data, source.nbytes)
+    event = engine.record()
+    del engine
+    gate.set()
+    event.synchronize()
+    assert_same(target, source)
+    eventually(lambda: not thread.is_alive())
+
+
+def test_an_engine_whose_start_is_interrupted_at_any_point_leaves_no_error_and_no_thread_behind(stager: Stager) -> None:
+    """`Thread.start` waits with locks held, which an interrupt loses."""
+    for point in itertools.count(1):
+        kept: list[Any] = []
+        struck = interrupted_at(point, ("/threading.py", "_engine.py"), lambda: kept.append(_engine_named("cut")))  # noqa: B023  # Called in this turn alone.
+        kept.clear()
+        eventually(lambda: "cut" not in [thread.name for thread in threading.enumerate()])
+        if not struck:
+            break
+    assert point >= 3
+
+
 def test_a_closed_engine_refuses_and_leaves_no_thread(cpu: Any) -> None:
     from xferlib_jax import _engine
 
@@ -144,7 +188,6 @@ def test_a_closed_engine_refuses_and_leaves_no_thread(cpu: Any) -> None:
     cpu.h2d.close()
     assert not thread.is_alive()
     assert thread.ident not in _engine._threads
-    assert id(cpu.h2d) not in _engine._engines
     for call in (cpu.record_h2d, lambda: cpu.copy_h2d(0, 0, 1)):
         with pytest.raises(ClosedError):
             call()
@@ -152,17 +195,20 @@ def test_a_closed_engine_refuses_and_leaves_no_thread(cpu: Any) -> None:
 
 def test_a_job_that_is_put_while_the_engine_is_closed_is_refused(cpu: Any) -> None:
     """As by a finalizer that closes it in between: behind the mark that ends the thread nobody would be answered."""
-    queue = cpu.h2d._queue
-
-    class ClosingQueue:
-        def put(self, job: Any) -> None:
-            cpu.h2d._queue = queue
-            cpu.h2d.close()
-            queue.put(job)
-
-    cpu.h2d._queue = ClosingQueue()
+    cpu.h2d._queue = Closing(cpu.h2d)
     with pytest.raises(ClosedError):
         cpu.record_h2d()
+
+
+def test_an_event_that_came_too_late_for_its_engine_keeps_neither(stager: Stager) -> None:
+    engine = _engine_named("late")
+    engine._queue = Closing(engine)
+    with pytest.raises(ClosedError):
+        engine.record()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_source_that_nobody_holds_is_no_address(cpu: Any) -> None:
