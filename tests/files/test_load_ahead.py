@@ -173,7 +173,7 @@ def test_a_file_system_that_takes_no_advice_is_read_all_the_same(
     monkeypatch.setattr(ahead_module, "_advise", refused)
 
     def tell(done: int, total: int) -> None:
-        assert done < total or until(lambda: asked)
+        assert done < total or until(lambda: bool(asked))
 
     assert {name: int(array[0]) for name, array in xferlib.load(path, stager, progress=tell).items()} == SIZES
     assert len(asked) == 1 < path.stat().st_size // ahead_module.LOOK_EVERY
