@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.ma import MaskedArray
@@ -33,6 +34,7 @@ __all__ = [
     "refuse_bare_zero",
     "refuse_finalizers",
     "shorten",
+    "timeout_seconds",
     "translated",
     "uncopied",
     "whole_number",
@@ -224,6 +226,20 @@ def flag(given: object, name: str) -> bool:
     if not isinstance(given, bool | np.bool_ | int):
         raise TypeError(f"{name}={given!r}: expected True or False")
     return bool(given)
+
+
+def timeout_seconds(given: object) -> float:
+    """Return for how many seconds to wait. Raises `TypeError` and `ValueError`."""
+    if isinstance(given, SupportsFloat):
+        try:
+            seconds = float(given)
+        except OverflowError:
+            # Of a very large int.
+            seconds = math.inf
+        if not math.isnan(seconds):
+            return seconds
+    error = ValueError if isinstance(given, SupportsFloat) else TypeError
+    raise error(f"timeout={given!r}: expected seconds, or None to wait for as long as it takes")
 
 
 def whole_number(given: object, name: str, *, least: int) -> int:

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from time import perf_counter_ns
-from typing import Any, Generic, SupportsFloat, TypeAlias, final
+from typing import Any, Generic, TypeAlias, final
 
-from xferlib.checks import refuse_bare_zero, uncopied
+from xferlib.checks import refuse_bare_zero, timeout_seconds, uncopied
 from xferlib.debug import Check
 from xferlib.errors import REFUSALS, BackendUnavailableError, CapabilityError, TransferError, XferError
 from xferlib.forks import IN_CHILD, unavailable_in_child
@@ -310,9 +310,7 @@ class Transfer(NoArray, Generic[TreeT_co]):
             )
 
     def _poll(self, timeout: float) -> None:
-        if not isinstance(timeout, SupportsFloat):
-            raise TypeError(f"timeout={timeout!r}: expected seconds, or None to wait for as long as it takes")
-        deadline = time.monotonic() + float(timeout)
+        deadline = time.monotonic() + timeout_seconds(timeout)
         nap = FIRST_NAP_SECONDS
         while not self.done():
             left = deadline - time.monotonic()

@@ -51,6 +51,11 @@ WRONG: dict[str, tuple[Call, type[Exception], str]] = {
         TypeError,
         "timeout='soon': expected seconds, or None",
     ),
+    "no number for a timeout": (
+        lambda s: PUBLIC.Stager.put(s, ARRAY).result(float("nan")),
+        ValueError,
+        "timeout=nan: expected seconds, or None",
+    ),
     "text for batches": (
         lambda s: PUBLIC.prefetch("folder", s),
         TypeError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
@@ -221,6 +222,17 @@ def test_copies_that_fail_leave_their_turns_to_threads_that_wait_for_one(
     with pytest.raises(OSError, match="broken"):
         save.result(20)
     only(tmp_path)
+
+
+@pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), (math.nan, ValueError)])
+@pytest.mark.parametrize("wait", [xferlib.Save.result, xferlib.Save.wait_read])
+def test_what_is_no_time_to_wait_for_is_refused(
+    stager: Stager, tmp_path: Path, wait: Any, timeout: Any, error: type[Exception]
+) -> None:
+    save = xferlib.save(tmp_path / "a.npy", there(stager, np.zeros(2)), stager)
+    with pytest.raises(error, match=f"timeout={timeout!r}: expected seconds, or None"):
+        wait(save, timeout)
+    assert save.result(10**400) == tmp_path / "a.npy"
 
 
 def test_an_archive_that_cannot_be_ended_is_not_there(stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from xferlib.byte_reader import ByteReader
-from xferlib.checks import positive_nbytes, uncopied, whole_number
+from xferlib.checks import positive_nbytes, timeout_seconds, uncopied, whole_number
 from xferlib.errors import XferError
 from xferlib.files.formats import SUFFIXES
 from xferlib.files.outcome import Outcome, refuse_late
@@ -221,8 +221,10 @@ class Save:
 
     def _come(self, latch: Latch, timeout: float | None) -> bool:
         """Wait for the threads that write. Raises `XferError` where a finalizer has waited long, perhaps on such a thread."""
-        if timeout is not None or latch.wait(finalizer_timeout()):
-            return latch.wait(timeout)
+        if timeout is not None:
+            return latch.wait(timeout_seconds(timeout))
+        if latch.wait(finalizer_timeout()):
+            return True
         raise XferError(
             f"a finalizer that the garbage collector runs has waited long for the save to {str(self.path)!r}, whose threads may "
             "wait for what the collector has stopped here. Wait in ordinary code, or pass timeout="

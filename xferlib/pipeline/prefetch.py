@@ -394,7 +394,7 @@ class _StagerPuts:
             if batch.ring.stager is not self._stager:
                 raise ValueError(
                     f"the source gave a slot of a ring of another stager, {batch.ring.stager!r}: expected one of the very stager "
-                    f"that prefetch was given, {self._stager!r}. Make the ring with that"
+                    "that prefetch was given. Make the ring with that"
                 )
             transfer = batch.put()
         else:
