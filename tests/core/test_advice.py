@@ -46,6 +46,7 @@ WRONG: dict[str, tuple[Call, type[Exception], str]] = {
     "a masked array to get": (lambda s: s.get(np.ma.zeros(3)), TypeError, r"Convert it with array\.filled\(\)$"),
     "text for out": (lambda s: s.get(ARRAY, out="x"), TypeError, r"Pass numpy\.empty\(shape, dtype\), or no out at all$"),
     "out of another dtype": (lambda s: s.get(ARRAY, out=np.zeros((4, 4))), ValueError, "convert it afterwards$"),
+    "a function to put": (lambda s: s.put(print), TypeError, r"got builtins\.builtin_function_or_method\. Pass what it returns$"),
     "text for a timeout": (
         lambda s: PUBLIC.Stager.put(s, ARRAY).result("soon"),
         TypeError,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from inspect import isroutine
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,8 @@ def _advice(leaf: object) -> str:
         return "Convert numbers, or a list of them, with numpy.asarray"
     if isinstance(leaf, list | tuple | memoryview) or {"__array__", "__array_interface__"} & offered:
         return "Convert it with numpy.asarray"
+    if isroutine(leaf):
+        return "Pass what it returns"
     return ""
 
 

@@ -138,7 +138,7 @@ class _Leaf:
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         check_dtype(dtype)
         if any(length < 0 for length in shape):
-            raise ValueError(f"shape {shape!r} has a negative length")
+            raise ValueError(f"shape {shape!r} has a negative length. Give the shape of a full batch")
         self.shape = shape
         self.dtype = dtype
 
