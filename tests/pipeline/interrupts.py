@@ -46,14 +46,18 @@ def at_line(number: int, files: tuple[str, ...], call: Callable[[], object]) -> 
     return False
 
 
+LOSES = {"gc_callback", "_remove"}
+"""Functions that Python calls by itself, and whose errors it ignores."""
+
+
 def by_signal(seconds: float, call: Callable[[], object]) -> None:
     """Call something that has no end, until a timer of the system interrupts it."""
 
     over = False
 
     def heard(number: int, frame: FrameType | None) -> None:
-        # What is raised in somebody's callback of the collector is lost, and warned of.
-        if not over and (frame is None or frame.f_code.co_name != "gc_callback"):
+        # What is raised in a callback of the collector, or of a weak reference in Python's own sets, is lost, and warned of.
+        if not over and (frame is None or frame.f_code.co_name not in LOSES):
             raise Interrupt
 
     before = signal.signal(signal.SIGALRM, heard)
