@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import succeeds, tampered
+from tests.core.fakes import WATCHDOG, held, on_thread, succeeds, tampered
 from xferlib.memory.host import ASSUMED_OF_FEW_NBYTES, FEW_LEAVES
 from xferlib.packing import KEPT_PACKINGS, Packing, Packings
+from xferlib.staging.pageable import Staging
 
 DTYPES = [np.bool_, np.int8, np.uint16, np.float32, np.complex64, np.int64, ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e5m2)]
 
@@ -155,6 +157,30 @@ def test_small_arrays_that_a_get_is_to_fill_may_lie_in_memory_of_all_kinds(stage
             out = [*first, *others]
             stager.get(arrays[: len(out)], out=out).synchronize()
             assert [array.tolist() for array in out] == [[number] * 100 for number in range(len(out))]
+
+
+def test_a_put_of_many_small_leaves_that_fails_behind_its_copies_waits_until_they_are_done(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else others would have the memory that is still written."""
+    issued, wait_issued = threading.Event(), Staging.wait_issued
+
+    def fails(staging: Staging, job: Any) -> None:
+        wait_issued(staging, job)
+        issued.set()
+        raise RuntimeError("broken")
+
+    leaves = [np.full(16 << 10, number, np.uint8) for number in range(100)]
+    # Before: leaves of a dtype that is new are looked at one by one.
+    stager.put(leaves).synchronize()
+    monkeypatch.setattr(Staging, "wait_issued", fails)
+    with held(stager.backend.h2d):  # type: ignore[attr-defined]  # the host backend's
+        putting = on_thread(lambda: stager.put(leaves))
+        assert issued.wait(WATCHDOG)
+        with pytest.raises(TimeoutError):
+            putting.result(0.1)
+    with pytest.raises(RuntimeError, match="broken"):
+        putting.result(WATCHDOG)
 
 
 @pytest.mark.parametrize("count", [3, 100, 3000])

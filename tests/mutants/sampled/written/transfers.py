@@ -81,6 +81,7 @@ MUTANTS = [
         "return self._h2d.add(nbytes, pinned, overwritten).event",
         "return self._h2d.add(nbytes, pinned[-1:], overwritten).event",
     ),
+    (PUTS, "            self._h2d.quiesce(lease)\n", "            pass\n"),
     (
         PUTS,
         "            self._h2d.quiesce((pinned, target), pinned, overwritten)\n",
