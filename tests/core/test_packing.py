@@ -26,6 +26,19 @@ def tree(count: int, seed: int = 0) -> list[np.ndarray[Any, Any]]:
     return [rng.integers(0, 100, shapes[index % len(shapes)]).astype(DTYPES[index % len(DTYPES)]) for index in range(count)]
 
 
+def asking() -> tuple[Any, list[int]]:
+    """Return a backend, and the addresses about which it is asked whether they are pinned."""
+    asked: list[int] = []
+    backend = tampered()
+
+    def is_pinned(address: int, nbytes: int) -> bool:
+        asked.append(address)
+        return bool(backend.inner.is_pinned(address, nbytes))
+
+    backend.is_pinned = is_pinned
+    return backend, asked
+
+
 @pytest.mark.parametrize("count", [2, 15, 16, 200])
 def test_leaves_of_all_sizes_and_dtypes_arrive(stager: xferlib.Stager, count: int) -> None:
     leaves = tree(count)
@@ -90,14 +103,7 @@ def test_a_large_pinned_leaf_of_the_caller_s_is_sent_from_where_it_is_beside_man
 
 
 def test_of_many_small_leaves_in_ordinary_memory_the_driver_is_asked_about_one() -> None:
-    asked: list[int] = []
-    backend = tampered()
-
-    def is_pinned(address: int, nbytes: int) -> bool:
-        asked.append(address)
-        return bool(backend.inner.is_pinned(address, nbytes))
-
-    backend.is_pinned = is_pinned
+    backend, asked = asking()
     memory = np.arange(4000)
     with xferlib.stager(backend) as stager:
         leaves = np.split(memory, 40)
@@ -108,14 +114,7 @@ def test_of_many_small_leaves_in_ordinary_memory_the_driver_is_asked_about_one()
 
 
 def test_of_a_few_leaves_that_are_very_small_too() -> None:
-    asked: list[int] = []
-    backend = tampered()
-
-    def is_pinned(address: int, nbytes: int) -> bool:
-        asked.append(address)
-        return bool(backend.inner.is_pinned(address, nbytes))
-
-    backend.is_pinned = is_pinned
+    backend, asked = asking()
     small: list[np.ndarray[Any, Any]] = [np.arange(10), np.arange(20)]
     larger: list[np.ndarray[Any, Any]] = [np.arange(10), np.zeros(ASSUMED_OF_FEW_NBYTES + 1, np.uint8)]
     with xferlib.stager(backend) as stager:
@@ -130,14 +129,7 @@ def test_of_a_few_leaves_that_are_very_small_too() -> None:
 @pytest.mark.parametrize("count", [2, FEW_LEAVES - 1, FEW_LEAVES])
 @pytest.mark.parametrize("nbytes", [8, ASSUMED_OF_FEW_NBYTES, ASSUMED_OF_FEW_NBYTES + 8])
 def test_of_small_arrays_that_a_get_is_to_fill_the_driver_is_asked_about_the_first(count: int, nbytes: int) -> None:
-    asked: list[int] = []
-    backend = tampered()
-
-    def is_pinned(address: int, nbytes: int) -> bool:
-        asked.append(address)
-        return bool(backend.inner.is_pinned(address, nbytes))
-
-    backend.is_pinned = is_pinned
+    backend, asked = asking()
     with xferlib.stager(backend) as stager:
         arrays = stager.put([np.full(nbytes // 8, number) for number in range(count)]).value
         out: list[np.ndarray[Any, Any]] = [np.empty(nbytes // 8, np.int64) for _ in range(count)]
