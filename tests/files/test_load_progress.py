@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -203,6 +204,43 @@ def test_a_put_whose_wait_was_interrupted_is_waited_for(stager: Stager, path: Pa
     with pytest.raises(KeyboardInterrupt):
         xferlib.load(path, Interrupting(stager))
     assert waited == [1, 1, 2]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(NBYTES, 2), (NBYTES * 3 // 2 - 1, 2), (NBYTES * 3 // 2, 3), (2 * NBYTES - 1, 3)])
+def test_two_pieces_are_on_their_way_or_more_that_together_are_as_large(
+    stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch, most: int, expected: int
+) -> None:
+    monkeypatch.setattr("xferlib.files.load.PIECE_NBYTES", most)
+    assert on_their_way(stager, path) == expected
+
+
+def test_no_more_than_four_pieces_are_on_their_way(stager: Stager, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(7)]
+    for number, path in enumerate(paths):
+        safetensors.numpy.save_file({str(number): np.ones(8)}, path)
+    assert on_their_way(stager, paths) == 4
+
+
+def on_their_way(stager: Stager, paths: Any) -> int:
+    """Return how many pieces were put before the first was waited for."""
+
+    class Ending(Noted):
+        def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> Any:
+            super().put(arrays, like)
+            return SimpleNamespace(synchronize=end)
+
+    def end() -> None:
+        for transfer in noted.started:
+            transfer.synchronize()
+        raise RuntimeError("enough")
+
+    noted = Ending(stager)
+    with pytest.raises(RuntimeError, match="enough"):
+        xferlib.load(paths, noted)
+    count = len(noted.started)
+    # It is in a cycle.
+    noted.started.clear()
+    return count
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError])

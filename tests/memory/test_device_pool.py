@@ -982,6 +982,24 @@ def test_no_spare_is_taken_when_the_stager_was_closed_meanwhile(monkeypatch: pyt
     assert not blocks._rows
 
 
+def test_a_spare_that_is_interrupted_before_it_is_asked_for_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease has its number, so that none would settle it when it ends."""
+
+    def interrupt(*called: Any) -> None:
+        raise KeyboardInterrupt
+
+    device = Reading()
+    blocks = cache(device, ledger=JustDone(device))
+    put_late(blocks)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(device_pool, "uninterrupted", interrupt)
+        put_late(blocks)
+    device.finish()
+    blocks.trim()
+    assert blocks.nbytes == 0
+    assert device.freed == device.made
+
+
 def test_a_spare_is_taken_where_no_interrupt_comes() -> None:
     device = Reading()
     blocks = cache(device, ledger=JustDone(device))
@@ -1197,6 +1215,48 @@ def test_a_tree_gets_the_blocks_that_came_back_since_the_last_step_each_for_its_
             del got
         assert len(taken) == 1
         assert stager.stats().device_nbytes == 10 * MIB
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 6), (64, 6), (129, 18)])
+def test_a_tree_s_blocks_are_counted_in_few_steps_and_each_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, count: int, most: int
+) -> None:
+    """Each step looks at all that may have come back. A spare is ready before the next of the size is needed."""
+    device = Device()
+    device.fresh_is_ready = False
+    blocks = cache(device)
+    swept: list[None] = []
+    monkeypatch.setattr(blocks, "_sweep", lambda: swept.append(None))
+    leases = blocks.lease_at_once([MIB] * count, {})
+    assert len({id(block) for block, _ in leases}) == count
+    assert device.allocated == [MIB] * (count + 1)
+    assert device.ordered == [block.ready for block, _ in leases]
+    # Counting, beginning, entering; and the same for a spare.
+    assert len(swept) <= most
+    assert blocks.peak_nbytes == (count + 1) * MIB
+
+
+def test_a_tree_gets_blocks_up_to_the_first_for_which_there_is_no_room() -> None:
+    device = Device()
+    blocks = cache(device, 5 * MIB)
+    leases = blocks.lease_at_once([2 * MIB, 2 * MIB, 2 * MIB, MIB], {})
+    assert [block.nbytes for block, _ in leases] == [2 * MIB, 2 * MIB]
+    assert blocks.nbytes == 4 * MIB
+    leases.clear()
+    assert len(blocks.lease_at_once([2 * MIB, MIB, 2 * MIB], {})) == 3
+    assert device.allocated == [2 * MIB, 2 * MIB, MIB]
+    # Nor does it get any behind that one, however many it wants.
+    assert len(blocks.lease_at_once([6 * MIB] + [MIB] * 100, {})) == 0
+
+
+def test_as_many_spares_come_with_a_tree_s_blocks_as_there_are_behind_their_readers() -> None:
+    device = Reading()
+    blocks = cache(device)
+    kept = [blocks.lease(256, {7: Stream(7, None)}) for _ in range(2)]
+    kept.clear()
+    blocks.settle_posted()
+    assert len(blocks.lease_at_once([256] * 4, {})) == 4
+    assert device.allocated == [256] * (2 + 4 + 2)
 
 
 def test_idle_blocks_of_one_size_stand_for_none_of_another() -> None:

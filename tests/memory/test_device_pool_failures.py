@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +19,6 @@ from xferlib.memory.device_pool import DevicePool
 from xferlib.memory.idle_blocks import BlockRow
 from xferlib.memory.table import Growth
 from xferlib.protocol import Stream
-from xferlib.uninterrupted import uninterrupted
 
 MIB = 1 << 20
 
@@ -277,24 +277,20 @@ def test_what_was_refused_does_not_count_for_the_peak() -> None:
     del second
 
 
-def test_a_spare_that_is_interrupted_before_it_is_asked_for_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lease has its number, so that none would settle it when it ends."""
+def test_of_a_tree_s_blocks_those_before_the_first_that_is_refused_are_kept_and_the_others_do_not_count() -> None:
     device = Device()
-    blocks = cache(device)
-    device.fresh_is_ready = False
-    calls = iter([uninterrupted])  # Of the block itself.
-
-    def interrupted_the_second_time(*called: Any) -> Any:
-        for uncut in calls:
-            return uncut(*called)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("xferlib.memory.device_pool.uninterrupted", interrupted_the_second_time)
-        blocks.lease(MIB, {})
-    blocks.trim()
-    assert blocks.nbytes == 0
-    assert device.freed == device.made
+    blocks = cache(device, 8 * MIB)
+    device.refusals = [None, OSError("full"), OSError("still full")]
+    with pytest.raises(AllocationError, match="still full") as caught:
+        blocks.lease_at_once([MIB, 2 * MIB, 4 * MIB], {})
+    assert device.allocated == [MIB]
+    assert blocks.nbytes == blocks.peak_nbytes == MIB
+    del caught
+    gc.collect()
+    # All of the limit but this is there again.
+    leases = blocks.lease_at_once([MIB, 7 * MIB], {})
+    assert [block.nbytes for block, _ in leases] == [MIB, 7 * MIB]
+    assert leases[0][0] is device.made[0]
 
 
 def test_a_table_that_is_mended_forgets_no_block_that_is_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:

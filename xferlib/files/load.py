@@ -48,8 +48,8 @@ TRIM_AFTER_NBYTES = 1 << 30
 """Bytes. When so much was converted, the memory of the arrays before conversion is given back: the next ones may be of another
 size, and what they become is made by the framework, which has a pool of its own."""
 PIECES_AHEAD = 2
-"""So many pieces are on their way at once, and as many are read ahead of these. Of arrays that are read into memory, one piece is
-on its way while the next is read."""
+"""So many pieces are on their way at once, or twice as many that together have no more bytes, and so many are read ahead.
+Of arrays that are read into memory, one piece is on its way while the next is read."""
 
 
 class Started(Protocol):
@@ -84,7 +84,7 @@ class Puts(Protocol):
     def put(self, arrays: dict[str, Array], like: dict[str, Any]) -> Started:
         """Start copying host arrays that nobody writes to, and hold them. `like`: what the caller's tree has for each, or nothing.
 
-        Called by the loading thread, for up to two groups before the first is done.
+        Called by the loading thread, for up to four groups before the first is done.
         """
 
     def idle(self) -> None:
@@ -282,7 +282,7 @@ class _Load:
     def _load(self, ahead: ReadAhead | None) -> None:
         for piece in _ahead(self._pieces(), ahead):
             arrays = {name: self._array(piece.reader, name) for name in piece.names}
-            while len(self._under_way) >= (1 if piece.reader.in_memory else PIECES_AHEAD):
+            while self._under_way and not self._has_room(piece):
                 self._finish_oldest()
             self._putting = True
             self._under_way.append((piece, self._put(piece, arrays)))
@@ -293,6 +293,14 @@ class _Load:
             self._finish_oldest()
         if self._gone:
             self._puts.trim()
+
+    def _has_room(self, piece: _OnePut) -> bool:
+        """Tell whether a piece may be put beside those on their way. While several small ones are copied, there is more time to get
+        memory of the device for it."""
+        count, nbytes = len(self._under_way), sum([other.nbytes for other, _ in self._under_way])
+        if piece.reader.in_memory:
+            return False
+        return count < PIECES_AHEAD or (count < 2 * PIECES_AHEAD and nbytes + piece.nbytes <= PIECES_AHEAD * PIECE_NBYTES)
 
     def _settle(self, *, is_lost: bool) -> None:
         """Wait for what is under way: it reads files that the caller may change next. `is_lost`: so may a put that nobody has."""

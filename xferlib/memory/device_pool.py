@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any, TypeAlias, final
@@ -39,6 +39,9 @@ WORTH_WAITING_NBYTES = 64 << 20
 
 SPARES, SPARE_NBYTES = 16, 256 << 10
 """Most blocks, and most bytes, that are taken in addition to one that is wanted: while readers are behind, more will be wanted."""
+
+AT_ONCE = 64
+"""Blocks that are counted in one step before the framework is asked for any of them."""
 
 Lease: TypeAlias = tuple[DeviceBlock, object]
 """A block, and the right to it while an array may reach it, which ends when the last reference to the right is gone."""
@@ -121,21 +124,24 @@ class DevicePool(Table):
 
     def lease_at_once(self, sizes: Iterable[int], streams: Streams) -> list[Lease]:
         """Lease blocks as `lease` does, up to the first that something would have to be waited for. On a thread that no interrupt
-        comes to."""
+        comes to. In few steps, since each looks at everything that may have come back."""
         # As in `_find`.
         reap_all()
         if self._doomed:
             self._free_doomed()
         leases: list[Lease] = []
-        for size in map(size_class, sizes):
-            number = self._count()
-            held = ticket(self._returns.put, number)
-            row, reserved = self._step(self._reuse_or_make_room, size, number, streams)
-            if reserved:
-                row = self._grow(size, number, streams)
-            if row is None:
+        left = list(map(size_class, sizes))
+        while left:
+            numbers = [self._count() for _ in left[:AT_ONCE]]
+            held = [ticket(self._returns.put, number) for number in numbers]
+            rows = self._step(self._reuse_or_count_each, left[:AT_ONCE], numbers, streams)
+            counted = {number: size for number, size, row in zip(numbers, left, rows, strict=False) if row is None}
+            made = self._grow(counted, streams) if counted else {}
+            for number, right, row in zip(numbers, held, rows, strict=False):
+                leases.append(((made[number] if row is None else row).block, right))
+            if len(rows) < len(numbers):
                 break
-            leases.append((row.block, held))
+            del left[:AT_ONCE]
         return leases
 
     def lacks(self, sizes: Iterable[int]) -> bool:
@@ -271,7 +277,7 @@ class DevicePool(Table):
             if row is not None:
                 return row
             if reserved:
-                return self._grow(size, number, streams)
+                return uninterrupted(self._grow, {number: size}, streams)[number]
             if self._doomed:
                 uninterrupted(self._free_doomed)
             elif self._ledger.wait_for_device(self.owns) or self._worth_another_look(changes):
@@ -282,9 +288,17 @@ class DevicePool(Table):
                 gc.collect()
                 collected = True
 
-    def _reuse_or_make_room(self, size: int, number: int, streams: Streams) -> tuple[BlockRow | None, bool]:
-        row = self._reuse(size, number, streams)
-        return self._make_room(size, number, streams) if row is None else (row, False)
+    def _reuse_or_count_each(self, sizes: Sequence[int], numbers: Sequence[int], streams: Streams) -> list[BlockRow | None]:
+        """Lease a block for each size, or count one that is to be allocated (None), up to the first for which there is no room."""
+        rows: list[BlockRow | None] = []
+        for size, number in zip(sizes, numbers, strict=True):
+            row, counted = self._reuse(size, number, streams), False
+            if row is None:
+                row, counted = self._make_room(size, number, streams)
+            if row is None and not counted:
+                break
+            rows.append(row)
+        return rows
 
     def _make_room(self, size: int, number: int, streams: Streams) -> tuple[BlockRow | None, bool]:
         """Lease a block whose readers the H2D stream waits for; or say whether one may be allocated; or doom others first."""
@@ -467,50 +481,61 @@ class DevicePool(Table):
             self._generation = object()
             self._changes += 1
 
-    def _grow(self, size: int, number: int, streams: Streams) -> BlockRow:
-        row = uninterrupted(self._allocate, size, number, streams)
-        if row.fence is not None:
-            self._backend.order_h2d(row.fence)
-            row.fence = None
-            # A framework that gives a fence may still be reading the memory that it gave us: have the next block ready before it is
-            # needed.
-            if not self._idle.get(size):
-                with suppress(*self._failures):
-                    uninterrupted(self._add_spare, size)
-        return row
-
-    def _allocate(self, size: int, number: int, streams: Streams) -> BlockRow:
-        """Allocate a block that was counted, and spares where readers are behind. On a thread that no interrupt comes to."""
-        with self._grows(number):
-            row = self._enter(BlockRow(number, self._allocated(size)), streams)
+    def _grow(self, counted: dict[int, int], streams: Streams) -> dict[int, BlockRow]:
+        """Allocate blocks that were counted, and spares where readers are behind. By number: sizes, and what comes of them. On a
+        thread that no interrupt comes to."""
+        made: dict[int, BlockRow] = {}
+        with self._grows(*counted):
+            try:
+                for number, size in counted.items():
+                    made[number] = BlockRow(number, self._allocated(size))
+            finally:
+                # What was refused is in no peak.
+                for number in counted.keys() - made.keys():
+                    self._growing.pop(number, None)
+                self._enter(made.values(), streams)
             # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
-                self._add_spares(size)
-            return row
+                for size in set(counted.values()):
+                    self._add_spares(size)
+        fenced: set[int] = set()
+        for row in made.values():
+            if row.fence is not None:
+                self._backend.order_h2d(row.fence)
+                row.fence = None
+                fenced.add(row.nbytes)
+        # A framework that gives a fence may still be reading the memory that it gave us: have the next block ready before it is
+        # needed.
+        with suppress(*self._failures):
+            for size in fenced:
+                if not self._idle.get(size):
+                    self._add_spare(size)
+        return made
 
-    def _enter(self, row: BlockRow, streams: Streams) -> BlockRow:
-        """Enter a new block, leased or, where nobody waits for it, idle."""
+    def _enter(self, rows: Collection[BlockRow], streams: Streams) -> None:
+        """Enter new blocks, leased or, where nobody waits for them, idle."""
         try:
-            self._step(self._enter_row, row, streams)
+            self._step(self._enter_rows, rows, streams)
         except BaseException:
-            # What ended meanwhile could not be settled. The block is there all the same: the next step finds it idle.
+            # What ended meanwhile could not be settled. The blocks are there all the same: the next step finds them idle.
             with self._lock:
-                self._rows.setdefault(row.key, row)
+                for row in rows:
+                    self._rows.setdefault(row.key, row)
                 self._generation = object()
             raise
-        return row
 
-    def _enter_row(self, row: BlockRow, streams: Streams) -> None:
-        self._rows[row.key] = row
-        generation, nbytes = self._known_sum
-        self._known_sum = generation, nbytes + row.nbytes
-        self._places[row.address] = row
-        if self._grown(row.key):
-            row.lease, row.streams = row.key, streams
-            self._leased[row.key] = row
-        else:
-            self._idle[row.nbytes].append(row)
-            self._changes += 1
+    def _enter_rows(self, rows: Collection[BlockRow], streams: Streams) -> None:
+        for row in rows:
+            self._rows[row.key] = row
+            generation, nbytes = self._known_sum
+            self._known_sum = generation, nbytes + row.nbytes
+            self._places[row.address] = row
+            if self._grown(row.key):
+                row.lease, row.streams = row.key, streams
+                self._leased[row.key] = row
+            else:
+                self._idle[row.nbytes].append(row)
+                self._changes += 1
         self.peak_nbytes = max(self.peak_nbytes, self._taken())
 
     def _allocated(self, size: int) -> DeviceBlock:
@@ -556,7 +581,7 @@ class DevicePool(Table):
             if not self._step(self._reserve_spare, size, number):
                 return False
             with self._grows(number):
-                self._enter(BlockRow(number, self._backend.alloc_device(size)), {})
+                self._enter([BlockRow(number, self._backend.alloc_device(size))], {})
             return True
 
     def _reserve_spare(self, size: int, number: int) -> bool:
