@@ -18,6 +18,7 @@ What there is, and `help` of each says the rest:
     stack(items, slot)                  items of a dataset into the rows of a slot
     HostTree(tree, stager)              state that lives on the host, and is on the device while it is worked on
     load(path, stager)                  files to the device
+    pin_files(path, stager)             files that are loaded again and again (`PinnedFiles`)
     save(path, tree, stager)            what is on the device to files, while the program goes on (a `Save`)
     measure_overlap(stager)             how much of a copy is hidden under compute on this machine (an `OverlapReport`)
     assert_overlaps(step)               whether a loop of yours overlaps, decided without a clock, or why it does not
@@ -43,6 +44,8 @@ from xferlib.errors import WorkerDiedError as WorkerDiedError
 from xferlib.errors import WorkerError as WorkerError
 from xferlib.errors import XferError as XferError
 from xferlib.files.load import load as load
+from xferlib.files.pinned_files import PinnedFiles as PinnedFiles
+from xferlib.files.pinned_files import pin_files as pin_files
 from xferlib.files.save import Save as Save
 from xferlib.files.save import save as save
 from xferlib.memory.registered import Pin as Pin
@@ -95,6 +98,7 @@ __all__ = [
     "OverlapReport",
     "OverlapRow",
     "Pin",
+    "PinnedFiles",
     "Prefetch",
     "Report",
     "Results",
@@ -122,6 +126,7 @@ __all__ = [
     "drain",
     "load",
     "measure_overlap",
+    "pin_files",
     "prefetch",
     "save",
     "stack",

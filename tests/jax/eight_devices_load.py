@@ -8,6 +8,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ def path(tmp_path: Path) -> Path:
 
 def pulled(stagers: tuple[Stager, ...]) -> int:
     return sum(stager.stats().h2d_nbytes for stager in stagers)
+
+
+def test_files_that_are_pinned_are_loaded_over_all_devices(path: Path, stagers: tuple[Stager, ...]) -> None:
+    with xferlib.pin_files(path, stagers[0]) as files:
+        assert files.nbytes == path.stat().st_size
+        for _ in range(2):
+            found = xferlib_jax.load(path, RULES, stagers=stagers)
+            for name, array in ARRAYS.items():
+                rule = next(rule for pattern, rule in RULES.items() if fnmatchcase(name, pattern))
+                assert_is(found[name], array, rule)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

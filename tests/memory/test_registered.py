@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
@@ -18,8 +19,9 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, tampered
-from xferlib.memory import proc_maps
+from tests.core.fakes import held, on_thread, tampered, until
+from xferlib.ledger import wait_for_others
+from xferlib.memory import proc_maps, registered
 
 
 def pinned(stager: xferlib.Stager, array: np.ndarray[Any, Any]) -> bool:
@@ -394,3 +396,59 @@ def test_only_files_on_disk_that_are_written_to_cannot_be_locked(
     monkeypatch.setattr(proc_maps, "mappings", lambda address, nbytes: look(address, nbytes, table=table))
     monkeypatch.setattr(proc_maps, "file_system", lambda device: kind(device, table=mounts))
     assert (proc_maps.why_unlockable(BASE + offset, nbytes) is not None) is refused
+
+
+@pytest.mark.parametrize("wanted", [np.s_[:], np.s_[10:20], None], ids=["all of it", "part of it", "other memory"])
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_memory_stays_locked_until_another_stager_s_transfer_of_it_is_done(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch, direction: str, wanted: slice | None
+) -> None:
+    array, looked = np.arange(1000.0), threading.Event()
+
+    def looking(*arguments: Any) -> bool:
+        looked.set()
+        return wait_for_others(*arguments)
+
+    monkeypatch.setattr(registered, "wait_for_others", looking)
+    with xferlib.stager(tampered(is_pinned=stager.backend.is_pinned)) as other, ExitStack() as pins:
+        part = other.empty_pinned(5, np.float64) if wanted is None else array[wanted]
+        device = other.put(part.copy()).result()
+        pins.enter_context(stager.pin(array))
+        with held(getattr(other.backend, direction)):
+            transfer = other.put(part, borrow=True) if direction == "h2d" else other.get(device, out=part)
+            closing = on_thread(pins.close)
+            assert looked.wait(20)
+            if wanted is None:
+                closing.result(20)
+            assert pinned(stager, array) == (wanted is not None)
+        closing.result(20)
+        assert not pinned(stager, array)
+        transfer.result(20)
+
+
+def test_memory_stays_locked_until_the_last_of_another_stager_s_transfers_is_done(
+    stager: xferlib.Stager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+
+    def looking(*arguments: Any) -> bool:
+        looks.append(None)
+        return wait_for_others(*arguments)
+
+    monkeypatch.setattr(registered, "wait_for_others", looking)
+    array = np.arange(1000.0)
+    with xferlib.stager(tampered(is_pinned=stager.backend.is_pinned)) as other, ExitStack() as pins:
+        device = other.put(array.copy()).result()
+        pins.enter_context(stager.pin(array))
+        with held(other.backend.d2h):  # type: ignore[attr-defined]  # the host backend's own
+            with held(other.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+                first = other.put(array)
+                last = other.get(device, out=array)
+                closing = on_thread(pins.close)
+                assert until(lambda: len(looks) == 1)
+            first.result(20)
+            assert until(lambda: len(looks) == 2)
+            assert pinned(stager, array)
+        last.result(20)
+        closing.result(20)
+        assert not pinned(stager, array)

@@ -450,7 +450,9 @@ def _ahead(pieces: Iterator[_OnePut], ahead: ReadAhead | None) -> Iterator[_OneP
 
 
 def _file_ranges(piece: _OnePut) -> Iterator[FileRange]:
-    """Iterate where the arrays of a piece are mapped."""
+    """Iterate where the arrays of a piece are mapped, if anything is to be done about that."""
+    if piece.reader.pinned:
+        return iter(())
     return (file_range for file_range in map(piece.reader.file_range, piece.names) if file_range is not None)
 
 

@@ -25,6 +25,7 @@ from numpy.lib import format as npy
 from xferlib.errors import AllocationError
 from xferlib.files.ahead import FileRange
 from xferlib.files.formats import EXTENSIONS, INSTALL, PLAIN, SUFFIXES, VALUES
+from xferlib.files.locked_pages import locked_pages
 from xferlib.files.names import ALONE
 from xferlib.memory.arrays import Array, address_of
 from xferlib.memory.foreign import mapped
@@ -78,11 +79,17 @@ class Reader(Protocol):
         file: What the caller called it.
         names: Of its arrays, in its order.
         in_memory: Whether `array` reads. Otherwise arrays are the file's own pages, and cost no memory.
+        stream: The open file itself.
+        pinned: Whether its pages are locked, so that there is nothing to be read ahead.
     """
 
     file: Path
     names: Sequence[str]
     in_memory: bool
+    stream: IO[bytes]
+
+    @property
+    def pinned(self) -> bool: ...
 
     def nbytes(self, name: str) -> int:
         """Return the size of an array. Raises as `array`."""
@@ -96,6 +103,9 @@ class Reader(Protocol):
 
     def file_range(self, name: str) -> FileRange | None:
         """Return where in the file an array's pages are; None for one that is read from front to back. Raises as `array`."""
+
+    def pages(self) -> Array | None:
+        """Return all bytes of the file; None for one that is read from front to back. Raises as `array`."""
 
     def values(self) -> dict[str, Any]:
         """Return what rode along when the file was saved, by name."""
@@ -116,7 +126,7 @@ def opened(file: Path) -> Iterator[Reader]:
                 yield _Npy(file, stream)
             case ".npz":
                 with _read(file, lambda: zipfile.ZipFile(stream)) as archive:
-                    yield _Npz(file, archive)
+                    yield _Npz(file, stream, archive)
             case _:
                 yield _Safetensors(file, stream)
 
@@ -172,17 +182,25 @@ class _Pages:
         self._stream = stream
         self._raw: Array | None = None
         self._address = 0
+        self._pinned = False
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], start: int, nbytes: int, order: Literal["C", "F"] = "C") -> Array:
-        return self._mapped()[start : start + nbytes].view(dtype).reshape(shape, order=order)
+        return self.all()[start : start + nbytes].view(dtype).reshape(shape, order=order)
 
     def file_range(self, start: int, nbytes: int) -> FileRange:
-        self._mapped()
+        self.all()
         return FileRange(self._stream.fileno(), start, nbytes, self._address + start)
 
-    def _mapped(self) -> Array:
+    def are_pinned(self) -> bool:
+        self.all()
+        return self._pinned
+
+    def all(self) -> Array:
         if self._raw is None:
-            raw = mapped(self._stream)
+            raw = locked_pages(self._stream)
+            self._pinned = raw is not None
+            if raw is None:
+                raw = mapped(self._stream)
             self._address = address_of(raw)
             self._raw = raw
         return self._raw
@@ -195,7 +213,7 @@ class _Npy:
     in_memory = False
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
-        self.file = file
+        self.file, self.stream = file, stream
         self.names: Sequence[str] = (ALONE,)
         self._pages = _Pages(stream)
 
@@ -217,6 +235,13 @@ class _Npy:
     def file_range(self, name: str) -> FileRange | None:
         return self._pages.file_range(self._start, self._array.nbytes)
 
+    @property
+    def pinned(self) -> bool:
+        return self._pages.are_pinned()
+
+    def pages(self) -> Array | None:
+        return self._pages.all()
+
     def values(self) -> dict[str, Any]:
         return {}
 
@@ -226,9 +251,10 @@ class _Npz:
     """See `Reader`. The members of an archive, each read into memory."""
 
     in_memory = True
+    pinned = False
 
-    def __init__(self, file: Path, archive: zipfile.ZipFile) -> None:
-        self.file = file
+    def __init__(self, file: Path, stream: IO[bytes], archive: zipfile.ZipFile) -> None:
+        self.file, self.stream = file, stream
         self._archive = archive
         self._members: dict[str, zipfile.ZipInfo] = {}
         for member in archive.infolist():
@@ -255,6 +281,9 @@ class _Npz:
 
     def file_range(self, name: str) -> FileRange | None:
         # The system reads ahead by itself.
+        return None
+
+    def pages(self) -> Array | None:
         return None
 
     def values(self) -> dict[str, Any]:
@@ -329,7 +358,7 @@ class _Safetensors:
     in_memory = False
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
-        self.file = file
+        self.file, self.stream = file, stream
         self._pages = _Pages(stream)
         self._tensors, self._metadata = _tensors(file, Path(f"/proc/self/fd/{stream.fileno()}"))
         self.names: Sequence[str] = tuple(self._tensors)
@@ -348,6 +377,13 @@ class _Safetensors:
     def file_range(self, name: str) -> FileRange | None:
         tensor = self._tensors[name]
         return _read(self.file, lambda: self._pages.file_range(tensor.start, tensor.nbytes))
+
+    @property
+    def pinned(self) -> bool:
+        return _read(self.file, self._pages.are_pinned)
+
+    def pages(self) -> Array | None:
+        return _read(self.file, self._pages.all)
 
     def values(self) -> dict[str, Any]:
         values = _read(self.file, lambda: json.loads(self._metadata.get(VALUES, "{}")))

@@ -7,19 +7,23 @@ import sys
 import threading
 from bisect import bisect_right
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
 from xferlib.callers import user_line
 from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
+from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leak
-from xferlib.ledger import Ledger
+from xferlib.in_flight import Entry, meet
+from xferlib.ledger import Ledger, wait_for_others
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.locker import LOCKER
 from xferlib.memory.pinned_pool import PinnedPool, pool_pending
 from xferlib.memory.proc_maps import why_unlockable
+from xferlib.pending import Reading
 from xferlib.protocol import HostStager
 from xferlib.reaper import close_later
 from xferlib.tickets import Returns
@@ -172,9 +176,13 @@ class Pins:
 
     def remove(self, number: int) -> None:
         """Unlock a range once nothing is in flight. Twice is fine."""
-        if number not in self._rows:
+        row = self._rows.get(number)
+        if row is None:
             return
         self._ledger.wait_all()
+        # Other stagers may use memory that this one has locked.
+        while wait_for_others(self._ledger, partial(_is_used_by, row), partial(_is_used_by, row)):
+            pass
         verify_done()
         uninterrupted(self._unlocked, number)
 
@@ -248,6 +256,12 @@ class Pins:
         self._rows.clear()
         self._locks.clear()
         self._starts = ()
+
+
+def _is_used_by(row: _PinRow, work: Entry | Job | Reading) -> bool:
+    if isinstance(work, Entry):
+        return work.uses_host(row.address, row.nbytes)
+    return isinstance(work, Job) and any(meet(*memory, row.address, row.nbytes) for memory in work.host_ranges)
 
 
 _open: dict[int, Pins] = {}

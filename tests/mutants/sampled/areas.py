@@ -69,8 +69,13 @@ def pipeline(*names: str) -> Targets:
 POOL = memory("pinned_pool", "pinned_pool_policies", "pinned_pool_failures", "pinned_pool_limit*")
 PUTS = (*core("stager_put", "put_into"), *staging("borrow", "pageable"))
 GETS = (*core("stager_get"), *staging("small_gets", "pageable"))
-LOAD = tuple(f"tests/files/test_load{name}.py" for name in ("", "_ahead", "_damaged", "_dtype", "_hostile", "_many", "_progress"))
-READING = tuple(f"xferlib/files/{name}.py" for name in ("ahead", "dtypes", "load", "readers", "shards"))
+LOAD = (
+    *(f"tests/files/test_load{name}.py" for name in ("", "_ahead", "_damaged", "_dtype", "_hostile", "_many", "_progress")),
+    "tests/files/test_pinned_files.py",
+)
+READING = tuple(
+    f"xferlib/files/{name}.py" for name in ("ahead", "dtypes", "load", "locked_pages", "pinned_files", "readers", "shards")
+)
 LAWS = ("tests/conformance/test_host.py::TestHost",)
 JOBS = folder("engine", "jobs")
 JAX = tuple(

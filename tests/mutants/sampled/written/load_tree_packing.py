@@ -5,6 +5,7 @@ from __future__ import annotations
 LOAD, TREE, LAYOUT, FORMATS = "xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py", "xferlib/files/formats.py"
 AHEAD, DTYPES = "xferlib/files/ahead.py", "xferlib/files/dtypes.py"
 READERS, SHARDS = "xferlib/files/readers.py", "xferlib/files/shards.py"
+LOCKED, PINNED = "xferlib/files/locked_pages.py", "xferlib/files/pinned_files.py"
 
 MUTANTS = [
     (READERS, "suffix = file.suffix.lower()", "suffix = file.suffix"),
@@ -56,6 +57,26 @@ MUTANTS = [
     (AHEAD, "        del thing\n", ""),
     (AHEAD, "if _is_cached(descriptor, block):", "if False:"),
     (AHEAD, "        if self._thread is not None:\n            self._thread.join()", "        pass"),
+    (LOCKED, "found.st_size, found.st_mtime_ns, found.st_ctime_ns", "found.st_size, found.st_mtime_ns, 0"),
+    (LOCKED, "found.st_size, found.st_mtime_ns, found.st_ctime_ns", "found.st_size, 0, 0"),
+    (LOCKED, "found.st_ino, found.st_size", "0, found.st_size"),
+    (LOCKED, "if 0 <= since < TICK_SECONDS:", "if False:"),
+    (LOCKED, "if 0 <= since < TICK_SECONDS:", "if since < TICK_SECONDS:"),
+    (LOCKED, "os.register_at_fork(after_in_child=_pages.clear)\n", ""),
+    (LOCKED, "        _pages.pop(gone, None)\n", "        pass\n"),
+    (LOCKED, "    for found in contents:\n        _pages.pop(found, None)\n", ""),
+    (PINNED, '                    error.add_note(f"pinning {shown(reader.file)}")\n', ""),
+    (
+        PINNED,
+        "    except BaseException:\n        _unpin(pins)\n        raise\n",
+        "    except Exception:\n        _unpin(pins)\n        raise\n",
+    ),
+    (PINNED, "    leave(pins)\n", ""),
+    (PINNED, "library().xe_read_ahead(reader.stream.fileno(), 0, pages.nbytes)", "bool()"),
+    (PINNED, "        enter({found: pin.array for found, pin in pins.items()})\n", ""),
+    (LOAD, "    if piece.reader.pinned:\n        return iter(())\n", ""),
+    (READERS, "raw = locked_pages(self._stream)", "raw = None"),
+    (READERS, "        self.all()\n        return self._pinned", "        return self._pinned"),
     (AHEAD, "<= end + GAP", "<= -1"),
     (
         AHEAD,

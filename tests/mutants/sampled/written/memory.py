@@ -82,7 +82,10 @@ MUTANTS = [
     (REGISTERED, "return after < len(ranges) and ranges[after][0] < end", "return after < len(ranges) and ranges[after][0] <= end"),
     (REGISTERED, "            self._opened_at.warn(said, ResourceWarning)", "            user_line().warn(said, ResourceWarning)"),
     (REGISTERED, "if after and ranges[after - 1][1] > address:", "if after and ranges[after - 1][1] >= address:"),
-    (REGISTERED, "        self._ledger.wait_all()\n        verify_done()\n", "        verify_done()\n"),
+    (REGISTERED, "        self._ledger.wait_all()\n", ""),
+    (REGISTERED, "        while wait_for_others(", "        while False and wait_for_others("),
+    (REGISTERED, "        while wait_for_others(", "        if wait_for_others("),
+    (REGISTERED, "return work.uses_host(row.address, row.nbytes)", "return True"),
     (
         REGISTERED,
         "            if number in self._locks:\n                with translated",
