@@ -69,7 +69,7 @@ LABELS = {
     "locking": {("fresh", "none"), ("touched", "none"), ("random arrays", "none")},
     "first_get": {("6 arrays", "d2h")},
     "saving": {("6 arrays", "d2h")},
-    "loading": {("warm", "h2d"), ("first", "h2d"), ("cold", "h2d")},
+    "loading": {("warm", "h2d"), ("first", "h2d"), ("pinned", "h2d"), ("cold", "h2d")},
     "devices": set(),
     "bystander": {
         (f"{kind} step beside staging{how}", "h2d") for kind in ("training", "Python") for how in ("", ", switch interval 1 ms")
@@ -91,7 +91,7 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
 }
 """What the stager moves in each case."""
 ALONE = {("pageable", "both"), ("mapped", "h2d"), *LABELS["locking"], *LABELS["first_get"], *LABELS["bystander"]}
-ALONE |= LABELS["loaders"]
+ALONE |= LABELS["loaders"] | {("pinned", "h2d")}
 """Figures that no peer can stand beside."""
 
 

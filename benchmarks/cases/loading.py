@@ -1,4 +1,4 @@
-"""Loading a state onto the device: from the system's cache, for the first time in a process, and from a disk.
+"""Loading a state onto the device: from the system's cache, for the first time in a process, again and again, and from a disk.
 
 Question: how fast is a model there, and how much memory does that take?
 
@@ -9,8 +9,9 @@ file is on a disk, in the system's folder for temporary files, and the cache has
 such row. The limit is what eight threads read into memory that is there: from the cache, and for "cold" past it. The peers put the
 same arrays onto the same device: safetensors for the framework or for NumPy, `torch.load`, Orbax, each from a file of its format.
 
-Method: three rounds of each, one above 4 GiB, and one more that is not timed for "warm". Every byte of the first round is compared.
-`details` has the anonymous memory that the process took beside what it had, and `anonymous_mib_of_peers` that of the others.
+Method: three rounds of each, one above 4 GiB, and one more that is not timed for "warm" and "pinned". Every byte of the first round
+is compared. `details` has the anonymous memory that the process took beside what it had, and `anonymous_mib_of_peers` that of the
+others.
 
 Command: python benchmarks/run.py --case loading --backend jax --json --size 4GiB
 """
@@ -29,6 +30,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import final
 
+import xferlib
 from benchmarks import ours, records, states
 from benchmarks.bench import Bench, Case
 from benchmarks.harness import Timing
@@ -44,7 +46,7 @@ NAME = "loading"
 NBYTES, BRIEF_NBYTES = 4 << 30, 1 << 30
 QUICK_LEAVES, QUICK_NBYTES = 6, 12 << 20
 ROUNDS, QUICK_ROUNDS = 3, 2
-LABELS = ("warm", "first", "cold")
+LABELS = ("warm", "first", "pinned", "cold")
 CHILD_SECONDS = 600
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,13 +93,17 @@ class _Loads:
                     except OSError as error:
                         self._bench.absences.add(f"{NAME}: cold", error)
                         continue
+                if label == "pinned":
+                    with xferlib.pin_files(files["safetensors"], self._stager):
+                        yield self._row(label, contenders[:1], files)
+                    continue
                 yield self._row(label, [one for one in contenders if one.kind in files], files)
 
     def _row(self, label: str, contenders: list[Loader], files: dict[str, Path]) -> Record:
         timings, limit = {one.name: Timing() for one in contenders}, Timing()
         anonymous = dict.fromkeys(timings, 0.0)
         measure = self._first if label == "first" else partial(self._here, cold=label == "cold")
-        for index in range(-1 if label == "warm" else 0, self._rounds):
+        for index in range(-1 if label in ("warm", "pinned") else 0, self._rounds):
             for one in list(contenders):
                 self._bench.effort.between()
                 try:
@@ -205,7 +211,7 @@ class _Loads:
 
 CASE = Case(
     name=NAME,
-    summary="a load of 4 GiB (1 where minutes are limited): from the cache, for the first time in a process, and from a disk",
+    summary="a load of 4 GiB (1 where minutes are limited): from the cache, for the first time in a process, pinned, from a disk",
     run=run,
     seconds=50.0,
     resumes=True,
