@@ -97,6 +97,46 @@ def test_an_interrupt_ends_the_wait_for_readers_and_the_blocks_are_freed_all_the
     assert blocks.lease(4 * MIB, {})[0].nbytes == 4 * MIB
 
 
+def test_a_new_block_for_which_nobody_waits_any_more_stays_behind_its_fence() -> None:
+    """The framework may still be reading it, and whoever leases it next is told."""
+    slow = Slow()
+    asking: list[threading.Thread] = []
+
+    class Late(Device):
+        def alloc_device(self, nbytes: int) -> Any:
+            asking.append(threading.current_thread())
+            slow.synchronize()
+            return super().alloc_device(nbytes)
+
+    device = Late()
+    device.fresh_is_ready = False
+    blocks = cache(device, MIB)
+    interrupted_while_it_waits(lambda: blocks.lease(MIB, {}), slow)
+    slow.gate.set()
+    asking[0].join(WATCHDOG)
+    assert device.ordered == []
+    ready: Any = device.made[0].ready
+    blocks.trim()
+    assert ready.synchronized == 1
+    assert device.freed == device.made
+    assert blocks.nbytes == 0
+
+
+def test_new_blocks_that_the_copies_cannot_wait_for_are_not_lost() -> None:
+    device = Device()
+    device.fresh_is_ready = False
+    blocks = cache(device, 4 * MIB)
+    device.order_error = OSError("no")
+    with pytest.raises(OSError, match="no"):
+        blocks.lease_at_once([MIB, MIB, 2 * MIB], {})
+    device.order_error = None
+    assert blocks.nbytes == blocks.peak_nbytes == 4 * MIB
+    leases = blocks.lease_at_once([MIB, MIB, 2 * MIB], {})
+    # Each is there again, behind its own fence.
+    assert {id(block) for block, _ in leases} == set(map(id, device.made))
+    assert sorted(map(id, device.ordered)) == sorted(id(block.ready) for block, _ in leases)
+
+
 @pytest.mark.parametrize("call", ["trim", "lease"])
 def test_who_finds_no_room_waits_for_what_another_thread_frees_or_still_gets_for_nobody(call: str) -> None:
     slow = Slow()
@@ -281,7 +321,7 @@ def test_of_a_tree_s_blocks_those_before_the_first_that_is_refused_are_kept_and_
     device = Device()
     blocks = cache(device, 8 * MIB)
     device.refusals = [None, OSError("full"), OSError("still full")]
-    with pytest.raises(AllocationError, match="still full") as caught:
+    with pytest.raises(AllocationError, match=r"no 2\.0 MiB left \(1\.0 MiB are taken by puts\): still full") as caught:
         blocks.lease_at_once([MIB, 2 * MIB, 4 * MIB], {})
     assert device.allocated == [MIB]
     assert blocks.nbytes == blocks.peak_nbytes == MIB

@@ -488,22 +488,18 @@ class DevicePool(Table):
         with self._grows(*counted):
             try:
                 for number, size in counted.items():
-                    made[number] = BlockRow(number, self._allocated(size))
+                    made[number] = BlockRow(number, self._allocated(size, made))
             finally:
                 # What was refused is in no peak.
                 for number in counted.keys() - made.keys():
                     self._growing.pop(number, None)
+                # Now: what is entered is changed in steps alone.
+                fenced = {row.nbytes for row in made.values() if row.fence is not None}
                 self._enter(made.values(), streams)
             # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
                 for size in set(counted.values()):
                     self._add_spares(size)
-        fenced: set[int] = set()
-        for row in made.values():
-            if row.fence is not None:
-                self._backend.order_h2d(row.fence)
-                row.fence = None
-                fenced.add(row.nbytes)
         # A framework that gives a fence may still be reading the memory that it gave us: have the next block ready before it is
         # needed.
         with suppress(*self._failures):
@@ -537,8 +533,14 @@ class DevicePool(Table):
                 self._idle[row.nbytes].append(row)
                 self._changes += 1
         self.peak_nbytes = max(self.peak_nbytes, self._taken())
+        for row in rows:
+            # In this step: later the lease may have ended, and the block be idle, or another's. For what is idle now, nobody waits.
+            if row.lease is not None and row.fence is not None:
+                self._backend.order_h2d(row.fence)
+                row.fence = None
 
-    def _allocated(self, size: int) -> DeviceBlock:
+    def _allocated(self, size: int, made: dict[int, BlockRow]) -> DeviceBlock:
+        """Allocate a block. `made`: those beside it that are not entered yet."""
         with suppress(*self._failures):
             return self._backend.alloc_device(size)
         # Idle blocks of other sizes may be all that stands in the way.
@@ -546,8 +548,10 @@ class DevicePool(Table):
         try:
             return self._backend.alloc_device(size)
         except self._failures as error:
+            # Not what is only counted.
+            taken = sum([row.nbytes for row in (self._rows | made).values()])
             raise AllocationError(
-                f"the device has no {in_words(size)} left ({in_words(self.nbytes - size)} are taken by puts): {error}. Drop "
+                f"the device has no {in_words(size)} left ({in_words(taken)} are taken by puts): {error}. Drop "
                 "arrays, use smaller batches, or free memory that other libraries hold"
             ) from error
 

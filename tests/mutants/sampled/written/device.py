@@ -141,7 +141,9 @@ MUTANTS = [
         "                self._backend.order_h2d(row.fence)\n                row.fence = None\n",
         "                row.fence = None\n",
     ),
-    (DEVICE, "                fenced.add(row.nbytes)\n", ""),
+    (DEVICE, "if row.lease is not None and row.fence is not None:", "if row.fence is not None:"),
+    (DEVICE, "(self._rows | made).values()", "self._rows.values()"),
+    (DEVICE, "{row.nbytes for row in made.values() if row.fence is not None}", "set()"),
     (
         DEVICE,
         "                if not self._idle.get(size):\n                    self._add_spare(size)",
@@ -157,7 +159,6 @@ MUTANTS = [
     ),
     (DEVICE, "for size in set(counted.values()):", "for size in counted.values():"),
     (DEVICE, "        # Idle blocks of other sizes may be all that stands in the way.\n        self._trim()\n", ""),
-    (DEVICE, "self.nbytes - size", "self.nbytes"),
     (IDLE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
     (TICKETS, "weakref.ref(thing, partial(self._references.pop, number))", "weakref.ref(thing)"),
     (TICKETS, "partial(self._references.pop, number))", "lambda gone: self._references.pop(number, None))"),
