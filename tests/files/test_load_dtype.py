@@ -139,6 +139,28 @@ def test_beside_the_result_the_device_has_no_more_than_is_said(tmp_path: Path, m
             assert_same(got[name], array.astype(np.float16))
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_files_are_converted_within_a_limit_that_fewer_fit_in_than_may_be_on_their_way(tmp_path: Path, limit: int) -> None:
+    """Each leaves room when it is converted."""
+    nbytes = 1 << 20
+    arrays: dict[str, Any] = {str(number): np.full(nbytes // 4, number, np.float32) for number in range(6)}
+    for name, array in arrays.items():
+        safetensors.numpy.save_file({name: array}, tmp_path / f"{name}.safetensors")
+    told: list[int] = []
+    with xferlib.stager("host", strict=True, device_limit=limit * nbytes) as stager:
+        got = xferlib.load(
+            sorted(tmp_path.iterdir()), stager, dtype="float16", progress=lambda done, total: told.append(done // nbytes)
+        )
+        for name, array in arrays.items():
+            assert_same(got[name], array.astype(np.float16))
+        assert told == list(range(7))
+        # What never fits is refused all the same.
+        np.save(tmp_path / "large.npy", np.zeros(limit * nbytes, np.float32))
+        with pytest.raises(xferlib.AllocationError, match="device memory is full"):
+            xferlib.load(tmp_path / "large.npy", stager, dtype="float16")
+        assert stager.stats().device_nbytes == 0
+
+
 @pytest.mark.parametrize(("count", "trims"), [(1, 1), (2, 1), (3, 2), (6, 3)])
 def test_the_stager_is_trimmed_when_so_much_was_converted_and_at_the_end(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, trims: int

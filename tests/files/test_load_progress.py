@@ -180,6 +180,24 @@ def test_a_load_that_fails_between_its_puts_does_not_wait_for_transfers_of_other
         assert not transfer.done()
 
 
+def test_nor_does_one_that_fails_while_a_put_waits_for_memory_of_those_before(stager: Stager, path: Path) -> None:
+    class Full(Noted):
+        def put(self, arrays: dict[str, Any], like: dict[str, Any]) -> xferlib.Transfer[Any]:
+            if self.started:
+                raise xferlib.AllocationError
+            return super().put(arrays, like)
+
+        def idle(self) -> None:
+            raise AssertionError("it waits for all")
+
+    def tell(done: int, total: int) -> None:
+        if done:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        xferlib.load(path, Full(stager), progress=tell)
+
+
 def test_a_put_whose_wait_was_interrupted_is_waited_for(stager: Stager, path: Path) -> None:
     waited: list[int] = []
 

@@ -284,15 +284,27 @@ class _Load:
             arrays = {name: self._array(piece.reader, name) for name in piece.names}
             while self._under_way and not self._has_room(piece):
                 self._finish_oldest()
-            self._putting = True
-            self._under_way.append((piece, self._put(piece, arrays)))
-            self._putting = False
+            while not self._start(piece, arrays):
+                self._finish_oldest()
             # Otherwise the next one would be read while this name still has the last.
             del arrays
         while self._under_way:
             self._finish_oldest()
         if self._gone:
             self._puts.trim()
+
+    def _start(self, piece: _OnePut, arrays: dict[str, Array]) -> bool:
+        """Put a piece. False: there is no memory for it while others are on their way, which may leave some when they are done."""
+        self._putting = True
+        try:
+            self._under_way.append((piece, self._put(piece, arrays)))
+        except AllocationError:
+            if not self._under_way:
+                raise
+            self._putting = False
+            return False
+        self._putting = False
+        return True
 
     def _has_room(self, piece: _OnePut) -> bool:
         """Tell whether a piece may be put beside those on their way. While several small ones are copied, there is more time to get
