@@ -333,6 +333,17 @@ def test_of_a_tree_s_blocks_those_before_the_first_that_is_refused_are_kept_and_
     assert leases[0][0] is device.made[0]
 
 
+def test_a_tree_s_new_blocks_count_for_the_peak_beside_what_is_freed_for_those_behind_them() -> None:
+    device = Device()
+    blocks = cache(device)
+    leave_idle(blocks, device, Point(reached=True), nbytes=8 * MIB)
+    there = blocks.nbytes
+    device.refusals = [None, OSError("full")]
+    assert len(blocks.lease_at_once([MIB, 2 * MIB], {})) == 2
+    assert device.freed == device.made[:1]
+    assert blocks.peak_nbytes == there + MIB
+
+
 def test_a_table_that_is_mended_forgets_no_block_that_is_to_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     blocks = cache(device)

@@ -543,17 +543,24 @@ class DevicePool(Table):
         """Allocate a block. `made`: those beside it that are not entered yet."""
         with suppress(*self._failures):
             return self._backend.alloc_device(size)
+        # Those made were there beside what is freed now.
+        self._step(self._note_peak, made)
         # Idle blocks of other sizes may be all that stands in the way.
         self._trim()
         try:
             return self._backend.alloc_device(size)
         except self._failures as error:
-            # Not what is only counted.
-            taken = sum([row.nbytes for row in (self._rows | made).values()])
             raise AllocationError(
-                f"the device has no {in_words(size)} left ({in_words(taken)} are taken by puts): {error}. Drop "
+                f"the device has no {in_words(size)} left ({in_words(self._there(made))} are taken by puts): {error}. Drop "
                 "arrays, use smaller batches, or free memory that other libraries hold"
             ) from error
+
+    def _there(self, made: dict[int, BlockRow]) -> int:
+        """Return the bytes of the blocks that are there, without what is only counted. `made`: those not entered yet."""
+        return sum([row.nbytes for row in (self._rows | made).values()])
+
+    def _note_peak(self, made: dict[int, BlockRow]) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self._there(made))
 
     def _add_spares(self, size: int) -> None:
         """Take as many spares as blocks wait for their readers, but only a few: each one costs more than a small put does."""

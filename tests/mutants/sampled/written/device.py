@@ -143,6 +143,7 @@ MUTANTS = [
     ),
     (DEVICE, "if row.lease is not None and row.fence is not None:", "if row.fence is not None:"),
     (DEVICE, "(self._rows | made).values()", "self._rows.values()"),
+    (DEVICE, "        self._step(self._note_peak, made)\n", ""),
     (DEVICE, "{row.nbytes for row in made.values() if row.fence is not None}", "set()"),
     (
         DEVICE,
