@@ -74,6 +74,11 @@ def test_other_formats_are_converted_too(stager: Stager, tmp_path: Path, suffix:
     assert_same(got if suffix == ".npy" else got["array"], array.astype(np.float16))
 
 
+def test_a_name_of_like_stands_for_itself_though_it_ends_as_that_of_a_subtree(stager: Stager, path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no array named 'a\.'"):
+        xferlib.load(path, stager, like={"a": {"": np.zeros(70, np.float32)}})
+
+
 def test_a_tree_is_compared_with_what_comes_out(stager: Stager, path: Path) -> None:
     like = {"a": {"bias": np.zeros(70, np.float16), "weight": np.zeros((300, 70), np.float16)}}
     got: Any = xferlib.load(path, stager, like=like, dtype="float16")

@@ -83,6 +83,7 @@ MUTANTS = [
     (LOAD, "    if piece.reader.pinned:\n        return iter(())\n", ""),
     (READERS, "raw = locked_pages(self._stream)", "raw = None"),
     (READERS, "        self.all()\n        return self._pinned", "        return self._pinned"),
+    (LOAD, '            raise ValueError(f"{selection.shown} has no array named {name!r}")\n', "            pass\n"),
     (AHEAD, "<= end + GAP", "<= -1"),
     (
         AHEAD,
