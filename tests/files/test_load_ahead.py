@@ -20,7 +20,7 @@ import pytest
 import safetensors.numpy
 
 import xferlib
-from tests.core.fakes import on_thread, until
+from tests.core.fakes import on_thread, tampered, until
 from xferlib.errors import TransferError
 from xferlib.files.ahead import FileRange, Unmapping
 from xferlib.memory.arrays import address_of
@@ -339,6 +339,22 @@ def test_a_load_that_fails_waits_for_what_is_being_unmapped_and_leaves_the_rest(
 def test_ranges_are_joined_where_they_follow_each_other(starts: list[tuple[int, int]], joined: list[tuple[int, int, int]]) -> None:
     file_ranges = [FileRange(file, start, 100, start) for file, start in starts]
     assert [one[:3] for one in ahead_module._joined(file_ranges)] == joined
+
+
+def test_the_driver_is_not_asked_about_what_a_load_has_mapped_for_itself(path: Path) -> None:
+    """A model has thousands of arrays, and each question takes microseconds."""
+    backend = tampered()
+    asked: list[int] = []
+
+    def is_pinned(address: int, nbytes: int) -> bool:
+        asked.append(nbytes)
+        return bool(backend.inner.is_pinned(address, nbytes))
+
+    backend.is_pinned = is_pinned
+    with xferlib.stager(backend) as stager:
+        asked.clear()
+        assert {name: int(array[0]) for name, array in xferlib.load(path, stager).items()} == SIZES
+        assert asked == []
 
 
 def test_two_pieces_are_read_ahead_of_those_that_are_put(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

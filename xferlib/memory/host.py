@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from xferlib.memory.arrays import ADDRESS, BYTE, Array, address_of, check_dtype, host_array
+from xferlib.memory.foreign import file_of
 from xferlib.memory.pinned_pool import PinnedPool, pool_pending
 from xferlib.memory.registered import splits
 from xferlib.protocol import HostStager
@@ -108,6 +109,9 @@ class HostMemory:
             address = address_of(array)
         if self._in_pool(address, nbytes):
             return address
+        # What a load has mapped for itself nobody else has locked, and a model has thousands of arrays.
+        if array.base is not None and file_of(array) is not None:
+            return None
         # Drivers are asked about both ends. Between two pins there may be memory that no copy engine can use.
         return address if self._is_pinned(address, nbytes) and not splits(address, nbytes) else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 LOAD, TREE, LAYOUT, FORMATS = "xferlib/files/load.py", "xferlib/tree.py", "xferlib/packing.py", "xferlib/files/formats.py"
 AHEAD, DTYPES = "xferlib/files/ahead.py", "xferlib/files/dtypes.py"
 READERS, SHARDS = "xferlib/files/readers.py", "xferlib/files/shards.py"
+HOST = "xferlib/memory/host.py"
 LOCKED, PINNED = "xferlib/files/locked_pages.py", "xferlib/files/pinned_files.py"
 
 MUTANTS = [
@@ -84,6 +85,8 @@ MUTANTS = [
     (READERS, "raw = locked_pages(self._stream)", "raw = None"),
     (READERS, "        self.all()\n        return self._pinned", "        return self._pinned"),
     (LOAD, '            raise ValueError(f"{selection.shown} has no array named {name!r}")\n', "            pass\n"),
+    (HOST, "if array.base is not None and file_of(array) is not None:", "if False:"),
+    (HOST, "if array.base is not None and file_of(array) is not None:", "if array.base is not None:"),
     (AHEAD, "<= end + GAP", "<= -1"),
     (
         AHEAD,
