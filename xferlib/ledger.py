@@ -26,8 +26,14 @@ __all__ = [
     "all_views",
     "puts_under_way",
     "reap_all",
+    "refuse_to_wait",
     "wait_for_others",
 ]
+
+WAITS_FOR_ITSELF = (
+    "a finalizer would wait for transfers on a thread that makes the copies, and so for itself: the garbage collector "
+    "runs finalizers on any thread. Close stagers and pins in ordinary code"
+)
 
 
 @final
@@ -105,10 +111,7 @@ class Ledger:
     def wait_all(self) -> None:
         """Block until everything started before the call is done. Raises `XferError` on a thread that copies would wait for."""
         if is_copy_thread() and self.busy:
-            raise XferError(
-                "a finalizer would wait for transfers on a thread that makes the copies, and so for itself: the garbage collector "
-                "runs finalizers on any thread. Close stagers and pins in ordinary code"
-            )
+            raise XferError(WAITS_FOR_ITSELF)
         self.jobs.wait_all()
         self.h2d.wait_all()
         self.d2h.wait_all()
@@ -155,6 +158,16 @@ def puts_under_way() -> bool:
         if ledger.h2d.busy or any(not job.reached() for job in list(ledger.jobs.h2d.values())):
             return True
     return False
+
+
+def refuse_to_wait(own: Ledger, concerns: Concerns) -> None:
+    """Raise `XferError` on a thread that copies would wait for, if a copy of another stager that concerns the caller may be under
+    way: `wait_for_others` would not wait for it there.
+    """
+    if is_copy_thread():
+        reap_all()
+        if any(concerns(entry) for ledger in all_ledgers() if ledger is not own for entry in ledger.entries()):
+            raise XferError(WAITS_FOR_ITSELF)
 
 
 def wait_for_others(own: Ledger | None, concerns: Concerns, job_concerns: Callable[[Job | Reading], bool]) -> bool:

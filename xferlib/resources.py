@@ -55,6 +55,8 @@ class StagerResources:
         """Wait for what is in flight, and give everything back, once. Any thread; after an interrupt it may be called again."""
         if self.ledger is not None and not self.closed:
             self.ledger.wait_all()
+            if self.pins is not None:
+                self.pins.wait_all()
         uninterrupted(self._give_back)
 
     def _give_back(self) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
+from xferlib.latch import note_copy_thread
 from xferlib.ledger import wait_for_others
 from xferlib.memory import proc_maps, registered
 
@@ -452,3 +453,88 @@ def test_memory_stays_locked_until_the_last_of_another_stager_s_transfers_is_don
         last.result(20)
         closing.result(20)
         assert not pinned(stager, array)
+
+
+@contextmanager
+def used_by_another(stager: xferlib.Stager, array: np.ndarray[Any, Any]) -> Iterator[xferlib.Stager]:
+    """Have another stager read the memory, until the block is left."""
+    with xferlib.stager(tampered(is_pinned=stager.backend.is_pinned)) as other:
+        with held(other.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+            transfer = other.put(array, borrow=True)
+            yield other
+        transfer.result(20)
+
+
+def test_a_stager_that_closes_unlocks_memory_when_another_stager_s_transfer_of_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, looked = np.arange(1000.0), threading.Event()
+
+    def looking(*arguments: Any) -> bool:
+        looked.set()
+        return wait_for_others(*arguments)
+
+    monkeypatch.setattr(registered, "wait_for_others", looking)
+    stager = xferlib.stager("host")
+    pin = stager.pin(array)
+    with used_by_another(stager, array):
+        closing = on_thread(stager.close)
+        assert until(lambda: looked.is_set() or closing.done())
+        assert pinned(stager, array)
+    closing.result(20)
+    assert not pinned(stager, array)
+    pin.close()
+
+
+def test_what_is_put_while_memory_is_about_to_be_unlocked_is_staged_so_that_a_loop_of_puts_keeps_nobody_waiting(
+    stager: xferlib.Stager,
+) -> None:
+    array = np.arange(1000.0)
+    pin = stager.pin(array)
+    with used_by_another(stager, array) as other:
+
+        def users() -> int:
+            return sum(entry.uses_host(array.ctypes.data, array.nbytes) for entry in other._ledger.entries())
+
+        closing = on_thread(pin.close)
+        assert until(lambda: stager._pins.splits(array.ctypes.data, array.nbytes))
+        assert users() == 1
+        later = other.put(array), other.put([array[:9], array[9:]])
+        assert users() == 1
+        assert pinned(stager, array)
+    closing.result(20)
+    for transfer in later:
+        transfer.synchronize()
+    with stager.pin(array):
+        assert not stager._pins.splits(array.ctypes.data, array.nbytes)
+
+
+@pytest.mark.parametrize("close", ["pin", "stager"])
+def test_a_finalizer_on_a_thread_that_copies_unlocks_no_memory_that_another_stager_uses(close: str) -> None:
+    with xferlib.stager("host") as stager:
+        array, apart = np.arange(1000.0), np.arange(10.0)
+        pin, other_pin = stager.pin(array), stager.pin(apart)
+        with used_by_another(stager, array):
+
+            def finalize(closes: Any) -> None:
+                note_copy_thread()
+                closes.close()
+
+            with pytest.raises(xferlib.XferError, match="wait for transfers on a thread that makes the copies"):
+                on_thread(lambda: finalize(pin if close == "pin" else stager)).result(20)
+            assert pinned(stager, array)
+            if close == "pin":
+                on_thread(lambda: finalize(other_pin)).result(20)
+                assert not pinned(stager, apart)
+        on_thread(lambda: finalize(pin)).result(20)
+        assert not pinned(stager, array)
+
+
+def test_memory_is_unlocked_while_the_cpu_reads_it_for_another_stager(stager: xferlib.Stager) -> None:
+    array = np.zeros(1 << 18)
+    pin = stager.pin(array)
+    with xferlib.stager("host") as other:  # its driver knows of no pins of others, so it stages
+        with held(other.backend.h2d):  # type: ignore[attr-defined]  # the host backend's own
+            transfer = other.put(array, borrow=True)
+            assert other._ledger.jobs.h2d
+            on_thread(pin.close).result(10)
+            assert not transfer.done()
+        transfer.result(20)

@@ -7,23 +7,21 @@ import sys
 import threading
 from bisect import bisect_right
 from contextlib import ExitStack
-from functools import partial
+from operator import methodcaller
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
 from xferlib.callers import user_line
 from xferlib.checks import translated, uncopied
 from xferlib.debug import verify_done
-from xferlib.engine.jobs import Job
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leak
-from xferlib.in_flight import Entry, meet
-from xferlib.ledger import Ledger, wait_for_others
+from xferlib.in_flight import meet
+from xferlib.ledger import Ledger, refuse_to_wait, wait_for_others
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.locker import LOCKER
 from xferlib.memory.pinned_pool import PinnedPool, pool_pending
 from xferlib.memory.proc_maps import why_unlockable
-from xferlib.pending import Reading
 from xferlib.protocol import HostStager
 from xferlib.reaper import close_later
 from xferlib.tickets import Returns
@@ -49,6 +47,11 @@ class Pin:
         self._ticket = ticket
         self._opened_at = user_line()
         self._open = True
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether neither this nor its stager is closed."""
+        return self._open and not self._pins.closed
 
     def close(self) -> None:
         """Unlock the memory. Twice is fine. In a finalizer that others would wait for, it is unlocked soon after.
@@ -106,6 +109,8 @@ class Pins:
         """The rows that are locked in fact."""
         self._starts: tuple[tuple[int, int], ...] = ()
         """Start and end of each, in order; replaced as a whole, so that it can be read without the lock. They are apart."""
+        self._leaving: dict[int, None] = {}
+        """The rows that are about to be unlocked: new transfers stage their memory, so that those under way come to an end."""
         _open[id(self)] = self
         forget_in_child(self)
 
@@ -179,12 +184,25 @@ class Pins:
         row = self._rows.get(number)
         if row is None:
             return
+        self._leaving[number] = None
         self._ledger.wait_all()
-        # Other stagers may use memory that this one has locked.
-        while wait_for_others(self._ledger, partial(_is_used_by, row), partial(_is_used_by, row)):
-            pass
+        self._wait_for_others(row)
         verify_done()
         uninterrupted(self._unlocked, number)
+
+    def wait_all(self) -> None:
+        """Block until no other stager's transfer uses what is locked: it is about to be unlocked. Raises as `Ledger.wait_all`."""
+        for number, row in self._rows.copy().items():
+            self._leaving[number] = None
+            self._wait_for_others(row)
+
+    def _wait_for_others(self, row: _PinRow) -> None:
+        """Block until no other stager's transfer uses this memory. Raises as `Ledger.wait_all`."""
+        uses = methodcaller("uses_host", row.address, row.nbytes)
+        refuse_to_wait(self._ledger, uses)
+        # What is a job's is staged: the CPU has it.
+        while wait_for_others(self._ledger, uses, lambda job: False):
+            pass
 
     def _unlocked(self, number: int) -> None:
         """Unlock a range that nothing uses. On a thread that no interrupt comes to."""
@@ -198,8 +216,14 @@ class Pins:
             self._drop(number, row)
 
     def splits(self, address: int, nbytes: int) -> bool:
-        """Tell whether a range that is locked begins or ends inside this memory. Takes no lock."""
-        return bool(self._starts) and self._meets(address, nbytes, but_around=True)
+        """Tell whether a range that is locked begins or ends inside this memory, or is about to be unlocked. Takes no lock."""
+        if not self._starts:
+            return False
+        # Another thread may have unlocked one before it was entered here.
+        leaving = [row for row in map(self._rows.get, list(self._leaving)) if row is not None]
+        return self._meets(address, nbytes, but_around=True) or any(
+            meet(row.address, row.nbytes, address, nbytes) for row in leaving
+        )
 
     def _meets(self, address: int, nbytes: int, *, but_around: bool = False) -> bool:
         """Tell whether a range has bytes of this memory. `but_around`: one that has all of them does not count."""
@@ -213,6 +237,7 @@ class Pins:
         self._pool.unreserve(row.address)
         self._locks.pop(number, None)
         self._rows.pop(number, None)
+        self._leaving.pop(number, None)
         self._sort()
 
     def _sort(self) -> None:
@@ -245,7 +270,7 @@ class Pins:
         """See `ForkSafe`."""
         self.closed = True
         leak(self._rows)
-        self._rows, self._starts = {}, ()
+        self._rows, self._starts, self._leaving = {}, (), {}
         self._lock, self._changing = threading.RLock(), threading.RLock()
         _open.pop(id(self), None)
 
@@ -254,14 +279,9 @@ class Pins:
         for row in list(self._rows.values()):
             self._pool.unreserve(row.address)
         self._rows.clear()
+        self._leaving.clear()
         self._locks.clear()
         self._starts = ()
-
-
-def _is_used_by(row: _PinRow, work: Entry | Job | Reading) -> bool:
-    if isinstance(work, Entry):
-        return work.uses_host(row.address, row.nbytes)
-    return isinstance(work, Job) and any(meet(*memory, row.address, row.nbytes) for memory in work.host_ranges)
 
 
 _open: dict[int, Pins] = {}
@@ -269,5 +289,7 @@ _open: dict[int, Pins] = {}
 
 
 def splits(address: int, nbytes: int) -> bool:
-    """Tell whether a range that any stager has locked begins or ends inside this memory: part of it may not be locked."""
+    """Tell whether a range that any stager has locked begins or ends inside this memory, or is about to be unlocked: part of it may
+    not be locked, or soon not any more.
+    """
     return any(pins.splits(address, nbytes) for pins in list(_open.values()))

@@ -130,8 +130,8 @@ MUTANTS = (
     Mutant(
         "a pin is undone under a copy",
         "xferlib/memory/registered.py",
-        "        self._ledger.wait_all()\n        # Other stagers",
-        "        # Other stagers",
+        "        self._ledger.wait_all()\n        self._wait",
+        "        self._wait",
     ),
     Mutant("a hole between two pins is not seen", "xferlib/memory/host.py", "and not splits(address, nbytes)", ""),
     Mutant(

@@ -9,6 +9,7 @@ POOL, HOST, ARRAYS, BLOCKS, RANGES, LIMITS, PAGES, PROC_MAPS, NUMA = (
     for name in ("pinned_pool", "host", "arrays", "blocks", "ranges", "limits", "pages", "proc_maps", "numa")
 )
 REGISTERED, SEGMENTS = "xferlib/memory/registered.py", "xferlib/memory/segments.py"
+LEDGER, RESOURCES = "xferlib/ledger.py", "xferlib/resources.py"
 
 MUTANTS = [
     (PAGES, "step = max(few, _step(total))", "step = _step(total)"),
@@ -85,7 +86,18 @@ MUTANTS = [
     (REGISTERED, "        self._ledger.wait_all()\n", ""),
     (REGISTERED, "        while wait_for_others(", "        while False and wait_for_others("),
     (REGISTERED, "        while wait_for_others(", "        if wait_for_others("),
-    (REGISTERED, "return work.uses_host(row.address, row.nbytes)", "return True"),
+    (REGISTERED, 'methodcaller("uses_host", row.address, row.nbytes)', 'methodcaller("uses_host", 0, 1 << 62)'),
+    (REGISTERED, "        refuse_to_wait(self._ledger, uses)\n", ""),
+    (REGISTERED, "lambda job: False", "lambda job: True"),
+    (REGISTERED, "        self._leaving[number] = None\n        self._ledger.wait_all()\n", "        self._ledger.wait_all()\n"),
+    (REGISTERED, "            self._wait_for_others(row)\n\n", "\n"),
+    (REGISTERED, "return self._open and not self._pins.closed", "return self._open"),
+    (
+        LEDGER,
+        "if any(concerns(entry) for ledger in all_ledgers() if ledger is not own for",
+        "if any(entry for ledger in all_ledgers() for",
+    ),
+    (RESOURCES, "                self.pins.wait_all()\n", "                pass\n"),
     (
         REGISTERED,
         "            if number in self._locks:\n                with translated",
