@@ -23,6 +23,7 @@ from tests.core.fakes import WATCHDOG, held, on_thread, tampered, until
 from xferlib.engine.native import Figures, library
 from xferlib.files import ahead as ahead_module
 from xferlib.files import locked_pages, pinned_files
+from xferlib.files.readers import opened
 from xferlib.stager import Stager
 
 COUNT = 4
@@ -161,7 +162,9 @@ def test_a_file_that_was_changed_a_moment_ago_is_pinned_when_the_next_change_wou
     stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    changed = max(path.stat().st_mtime_ns, path.stat().st_ctime_ns) / 1e9
+    # What a program says of the time of the last change does not count.
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**15))
+    changed = path.stat().st_ctime_ns / 1e9
     now = [changed]
     monkeypatch.setattr(locked_pages, "time", SimpleNamespace(time=lambda: now[0], sleep=slept.append))
     xferlib.pin_files(path, stager).close()
@@ -173,6 +176,17 @@ def test_a_file_that_was_changed_a_moment_ago_is_pinned_when_the_next_change_wou
         assert slept == []
 
 
+def test_where_changes_are_noted_by_whole_seconds_it_waits_for_the_next_but_one(
+    stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    told = SimpleNamespace(st_dev=1, st_ino=2, st_size=path.stat().st_size, st_mtime_ns=1, st_ctime_ns=1000 * 10**9)
+    monkeypatch.setattr(locked_pages, "os", SimpleNamespace(fstat=lambda descriptor: told))
+    monkeypatch.setattr(locked_pages, "time", SimpleNamespace(time=lambda: 1000.5, sleep=slept.append))
+    xferlib.pin_files(path, stager).close()
+    assert slept == [1.5]
+
+
 @pytest.mark.parametrize("limit", [1 << 20, 6 << 20])
 def test_files_that_have_no_room_are_refused_and_none_stays_locked(tmp_path: Path, limit: int) -> None:
     """The first of two has room under the larger limit."""
@@ -180,8 +194,9 @@ def test_files_that_have_no_room_are_refused_and_none_stays_locked(tmp_path: Pat
     for path in paths:
         safetensors.numpy.save_file({path.stem: np.ones(1 << 22, np.uint8)}, path)
     with xferlib.stager("host", strict=True, pinned_limit=limit) as stager:
-        with pytest.raises(xferlib.AllocationError, match="Raise pinned_limit"):
+        with pytest.raises(xferlib.AllocationError, match="Raise pinned_limit") as caught:
             xferlib.pin_files(paths, stager)
+        assert caught.value.__notes__ == [f"pinning {str(paths[limit >> 22])!r}"]
         calls = stager.backend.memory.calls()  # type: ignore[attr-defined]  # the host backend's own
         assert calls.pins == calls.unpins == limit >> 22
         assert len(xferlib.load(paths, stager)) == 2
@@ -203,7 +218,9 @@ def test_a_file_that_is_pinned_already_is_refused_and_stays_pinned(stager: Stage
     with xferlib.pin_files(path, stager):
         with pytest.raises(ValueError, match="pinned already") as caught:
             xferlib.pin_files(path, stager)
-        assert caught.value.__notes__ == [f"pinning {str(path)!r}"]
+        assert str(path) in str(caught.value)
+        with xferlib.stager("host") as other, pytest.raises(ValueError, match="pinned already"):
+            xferlib.pin_files(path, other)
         before = copied_by_cpu()
         assert holds(xferlib.load(path, stager), 0)
         assert copied_by_cpu() == before
@@ -271,8 +288,41 @@ def test_a_file_is_unlocked_with_its_stager(path: Path) -> None:
     assert are_pinned(stager, found) == [False]
     with xferlib.stager("host", strict=True) as other:
         assert holds(xferlib.load(path, other), 0)
-    files.close()
+        # They are no locked pages any more, so they are read ahead.
+        with opened(path) as reader:
+            assert not reader.pinned
+        with xferlib.pin_files(path, other), opened(path) as reader:
+            files.close()
+            assert reader.pinned
     assert len(locked_pages._pages) == 0
+
+
+def test_a_file_without_arrays_may_be_there_twice(stager: Stager, tmp_path: Path) -> None:
+    path = tmp_path / "empty.safetensors"
+    safetensors.numpy.save_file({}, path)
+    with xferlib.pin_files([path, path], stager) as files:
+        assert files.nbytes == path.stat().st_size
+        assert xferlib.load([path, path], stager) == {}
+
+
+def test_of_two_threads_that_pin_a_file_at_once_one_is_refused(stager: Stager, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = Stager.pin
+    first: list[xferlib.PinnedFiles] = []
+
+    def pinned_twice(stager: Stager, array: Any) -> Any:
+        monkeypatch.undo()
+        first.append(xferlib.pin_files(path, stager))
+        return pin(stager, array)
+
+    monkeypatch.setattr(Stager, "pin", pinned_twice)
+    with pytest.raises(ValueError, match="pinned already, by another thread"):
+        xferlib.pin_files(path, stager)
+    calls = stager.backend.memory.calls()  # type: ignore[attr-defined]  # the host backend's own
+    assert (calls.pins, calls.unpins) == (2, 1)
+    before = copied_by_cpu()
+    assert holds(xferlib.load(path, stager), 0)
+    assert copied_by_cpu() == before
+    first[0].close()
 
 
 def test_the_pages_stay_locked_until_a_load_by_another_stager_has_read_them(stager: Stager, path: Path) -> None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import IO, NamedTuple, final
 
 from xferlib.memory.arrays import Array
+from xferlib.memory.registered import Pin
 
 __all__ = ["Content", "content", "enter", "leave", "locked_pages"]
 
 TICK_SECONDS = 0.02
 """The clock by which file systems note changes may stand still for so long: a second change meanwhile would look like the first."""
+COARSE_TICK_SECONDS = 2.0
+"""The same of file systems that note whole seconds, or every second one."""
+SECOND = 1_000_000_000
+"""In nanoseconds."""
 
 
 @final
@@ -31,7 +36,7 @@ class Content(NamedTuple):
     changed: int
 
 
-_pages: dict[Content, weakref.ref[Array]] = {}
+_pages: dict[Content, weakref.ref[Pin]] = {}
 """For as long as somebody holds the pin."""
 # In a forked child nothing is locked.
 os.register_at_fork(after_in_child=_pages.clear)
@@ -40,30 +45,41 @@ os.register_at_fork(after_in_child=_pages.clear)
 def content(stream: IO[bytes]) -> Content:
     """Return what every change of an open file from here on will change."""
     found = _content(stream)
-    since = time.time() - max(found.modified, found.changed) / 1e9
-    if 0 <= since < TICK_SECONDS:
+    tick = TICK_SECONDS if found.changed % SECOND else COARSE_TICK_SECONDS
+    # The other time is what the last program to set it says.
+    since = time.time() - found.changed / SECOND
+    if 0 <= since < tick:
         # If it is changed meanwhile, nobody will find what is locked.
-        time.sleep(TICK_SECONDS - since)
+        time.sleep(tick - since)
     return found
 
 
-def enter(pages: Mapping[Content, Array]) -> None:
-    """Have these found, until they are gone or leave."""
-    for gone in [found for found, reference in _pages.copy().items() if reference() is None]:
+def enter(pins: Mapping[Content, Pin]) -> None:
+    """Have these found, until they are gone, unlocked, or leave. Raises `ValueError` if one of them is there already."""
+    for gone in [found for found, reference in _pages.copy().items() if _locked(reference) is None]:
         _pages.pop(gone, None)
-    _pages.update({found: weakref.ref(array) for found, array in pages.items()})
+    for found, pin in pins.items():
+        if _pages.setdefault(found, weakref.ref(pin))() is not pin:
+            raise ValueError("one of the files is pinned already, by another thread")
 
 
-def leave(contents: Iterable[Content]) -> None:
+def leave(pins: Mapping[Content, Pin]) -> None:
     """Have these found no more."""
-    for found in contents:
-        _pages.pop(found, None)
+    for found, pin in pins.items():
+        reference = _pages.get(found)
+        if reference is not None and reference() is pin:
+            _pages.pop(found, None)
 
 
 def locked_pages(stream: IO[bytes]) -> Array | None:
     """Return the pages of an open file if they are locked, and are those of what it holds now."""
     reference = _pages.get(_content(stream)) if _pages else None
-    return None if reference is None else reference()
+    return None if reference is None else _locked(reference)
+
+
+def _locked(reference: weakref.ref[Pin]) -> Array | None:
+    pin = reference()
+    return pin.array if pin is not None and pin.is_locked else None
 
 
 def _content(stream: IO[bytes]) -> Content:

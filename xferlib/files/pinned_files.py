@@ -67,6 +67,11 @@ def pin_files(path: Paths, stager: Stager) -> PinnedFiles:
                     raise ValueError(
                         f"{shown(reader.file)} cannot be pinned: members of an .npz are unpacked in memory. Save it as .safetensors"
                     )
+                if reader.pinned:
+                    raise ValueError(f"{shown(reader.file)} is pinned already. Keep that open for as long as it is loaded")
+                if found in pins:
+                    # It has no arrays, or another file would have them, too.
+                    continue
                 # Otherwise each page would be waited for by itself.
                 library().xe_read_ahead(reader.stream.fileno(), 0, pages.nbytes)
                 try:
@@ -74,7 +79,7 @@ def pin_files(path: Paths, stager: Stager) -> PinnedFiles:
                 except (ValueError, MemoryError) as error:
                     error.add_note(f"pinning {shown(reader.file)}")
                     raise
-        enter({found: pin.array for found, pin in pins.items()})
+        enter(pins)
         return PinnedFiles(pins)
     except BaseException:
         _unpin(pins)
