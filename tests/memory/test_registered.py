@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xferlib_host import Stream
 
 import xferlib
 from tests.core.fakes import held, on_thread, tampered, until
@@ -538,3 +539,34 @@ def test_memory_is_unlocked_while_the_cpu_reads_it_for_another_stager(stager: xf
             on_thread(pin.close).result(10)
             assert not transfer.done()
         transfer.result(20)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_memory_stays_locked_until_work_on_another_stager_s_view_of_it_is_done(stager: xferlib.Stager, dropped: bool) -> None:
+    array, gate = np.arange(1000.0), threading.Event()
+    pin = stager.pin(array)
+    with xferlib.stager(tampered(is_pinned=stager.backend.is_pinned)) as other, Stream() as stream:
+        views = [other.mapped(array[10:], stream=stream)]
+        stream.submit(gate.wait, 20)
+        if dropped:
+            views.clear()
+        asked = until_asked(other)
+        closing = on_thread(pin.close)
+        assert until(lambda: bool(asked) or closing.done())
+        assert pinned(stager, array)
+        gate.set()
+        closing.result(20)
+        assert not pinned(stager, array)
+
+
+def until_asked(stager: xferlib.Stager) -> list[None]:
+    """Return a list that is not empty any more when somebody waits for work on the stager's views."""
+    views, asked = stager._ledger.views, list[None]()
+    wait_all = views.wait_all
+
+    def waiting() -> None:
+        asked.append(None)
+        wait_all()
+
+    views.wait_all = waiting  # type: ignore[method-assign]
+    return asked

@@ -17,7 +17,7 @@ from xferlib.debug import verify_done
 from xferlib.errors import AllocationError
 from xferlib.forks import forget_in_child, leak
 from xferlib.in_flight import meet
-from xferlib.ledger import Ledger, refuse_to_wait, wait_for_others
+from xferlib.ledger import Ledger, all_ledgers, refuse_to_wait, wait_for_others
 from xferlib.memory.arrays import Array, address_of, host_array
 from xferlib.memory.locker import LOCKER
 from xferlib.memory.pinned_pool import PinnedPool, pool_pending
@@ -191,18 +191,21 @@ class Pins:
         uninterrupted(self._unlocked, number)
 
     def wait_all(self) -> None:
-        """Block until no other stager's transfer uses what is locked: it is about to be unlocked. Raises as `Ledger.wait_all`."""
+        """Block until no other stager uses what is locked: it is about to be unlocked. Raises as `Ledger.wait_all`."""
         for number, row in self._rows.copy().items():
             self._leaving[number] = None
             self._wait_for_others(row)
 
     def _wait_for_others(self, row: _PinRow) -> None:
-        """Block until no other stager's transfer uses this memory. Raises as `Ledger.wait_all`."""
+        """Block until no other stager's transfer, nor work on a view of its, uses this memory. Raises as `Ledger.wait_all`."""
         uses = methodcaller("uses_host", row.address, row.nbytes)
         refuse_to_wait(self._ledger, uses)
         # What is a job's is staged: the CPU has it.
         while wait_for_others(self._ledger, uses, lambda job: False):
             pass
+        for views in [ledger.views for ledger in all_ledgers() if ledger is not self._ledger]:
+            if views.held(row.address, row.nbytes) or views.readers(row.address, row.nbytes):
+                views.wait_all()
 
     def _unlocked(self, number: int) -> None:
         """Unlock a range that nothing uses. On a thread that no interrupt comes to."""

@@ -89,6 +89,8 @@ MUTANTS = [
     (REGISTERED, 'methodcaller("uses_host", row.address, row.nbytes)', 'methodcaller("uses_host", 0, 1 << 62)'),
     (REGISTERED, "        refuse_to_wait(self._ledger, uses)\n", ""),
     (REGISTERED, "lambda job: False", "lambda job: True"),
+    (REGISTERED, "if views.held(row.address, row.nbytes) or ", "if "),
+    (REGISTERED, " or views.readers(row.address, row.nbytes):", ":"),
     (REGISTERED, "        self._leaving[number] = None\n        self._ledger.wait_all()\n", "        self._ledger.wait_all()\n"),
     (REGISTERED, "            self._wait_for_others(row)\n\n", "\n"),
     (REGISTERED, "return self._open and not self._pins.closed", "return self._open"),
