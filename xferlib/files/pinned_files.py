@@ -8,6 +8,7 @@ from typing import final
 
 from xferlib.checks import uncopied
 from xferlib.engine.native import library
+from xferlib.errors import CapabilityError
 from xferlib.files.locked_pages import Content, content, enter, leave
 from xferlib.files.readers import shown
 from xferlib.files.shards import Paths, select
@@ -19,7 +20,7 @@ __all__ = ["PinnedFiles", "pin_files"]
 
 @final
 class PinnedFiles:
-    """Files whose pages are locked until `close()`. A context manager.
+    """Files whose pages are locked until `close()`, or until the stager closes. A context manager.
 
     Attributes:
         nbytes: Bytes of all of them, which are locked.
@@ -51,13 +52,16 @@ def pin_files(path: Paths, stager: Stager) -> PinnedFiles:
     against the stager's `pinned_limit`, and the system can use them for nothing else.
 
     Once a file is replaced or changed, `load` gives what it holds then, as if it were not pinned: close this, and pin it anew. What
-    was locked keeps its memory until then.
+    was locked keeps its memory until then. The file must not be cut off while a load reads it: whoever touches a page that is gone
+    is sent SIGBUS.
 
     Raises `CapabilityError` where the backend cannot page-lock memory of others, `AllocationError` where the limit has no room or
     the driver refuses, `ValueError` for an `.npz` and for files that are pinned already, and as `load` for files that are damaged
-    or not there. Whatever is raised, nothing stays locked.
+    or not there. Whatever is raised, nothing stays locked; behind an interrupt, not beyond the next call that pins or trims.
     """
     check_stager(stager, path)
+    if not stager.capabilities.register:
+        raise CapabilityError(f"backend {stager.name!r} cannot page-lock files. Leave pin_files out: they are loaded as they are")
     pins: dict[Content, Pin] = {}
     try:
         with ExitStack() as files:
