@@ -164,7 +164,7 @@ def test_a_file_that_was_changed_a_moment_ago_is_pinned_when_the_next_change_wou
     slept: list[float] = []
     # What a program says of the time of the last change does not count.
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**15))
-    changed = path.stat().st_ctime_ns / 1e9
+    changed = path.stat().st_ctime_ns / locked_pages.SECOND
     now = [changed]
     monkeypatch.setattr(locked_pages, "time", SimpleNamespace(time=lambda: now[0], sleep=slept.append))
     xferlib.pin_files(path, stager).close()

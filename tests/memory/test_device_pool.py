@@ -1259,6 +1259,16 @@ def test_as_many_spares_come_with_a_tree_s_blocks_as_there_are_behind_their_read
     assert device.allocated == [256] * (2 + 4 + 2)
 
 
+def test_spares_have_no_more_bytes_together_than_one_large_small_block() -> None:
+    device = Reading()
+    blocks = cache(device)
+    kept = [blocks.lease(64 << 10, {7: Stream(7, None)}) for _ in range(6)]
+    kept.clear()
+    blocks.settle_posted()
+    assert len(blocks.lease_at_once([64 << 10] * 2, {})) == 2
+    assert device.allocated == [64 << 10] * (6 + 2 + 4)
+
+
 def test_idle_blocks_of_one_size_stand_for_none_of_another() -> None:
     blocks = cache(Device())
     leases = [blocks.lease(MIB, {}) for _ in range(3)]

@@ -485,28 +485,41 @@ class DevicePool(Table):
         """Allocate blocks that were counted, and spares where readers are behind. By number: sizes, and what comes of them. On a
         thread that no interrupt comes to."""
         made: dict[int, BlockRow] = {}
+        # Loops are in functions of their own: what guards a call here guards all of it from interrupts, too.
         with self._grows(*counted):
             try:
-                for number, size in counted.items():
-                    made[number] = BlockRow(number, self._allocated(size, made))
+                self._allocate_each(counted, made)
             finally:
                 # What was refused is in no peak.
-                for number in counted.keys() - made.keys():
-                    self._growing.pop(number, None)
+                self._count_no_more(counted.keys() - made.keys())
                 # Now: what is entered is changed in steps alone.
-                fenced = {row.nbytes for row in made.values() if row.fence is not None}
+                fenced = self._fenced(made.values())
                 self._enter(made.values(), streams)
             # If there are no more, whoever needs one is told.
             with suppress(*self._failures):
-                for size in set(counted.values()):
-                    self._add_spares(size)
-        # A framework that gives a fence may still be reading the memory that it gave us: have the next block ready before it is
-        # needed.
+                self._add_spares(set(counted.values()))
         with suppress(*self._failures):
-            for size in fenced:
-                if not self._idle.get(size):
-                    self._add_spare(size)
+            self._have_one_of_each(fenced)
         return made
+
+    def _allocate_each(self, counted: dict[int, int], made: dict[int, BlockRow]) -> None:
+        for number, size in counted.items():
+            made[number] = BlockRow(number, self._allocated(size, made))
+
+    def _count_no_more(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._growing.pop(number, None)
+
+    def _fenced(self, rows: Iterable[BlockRow]) -> set[int]:
+        """Return the sizes of new blocks that may not be written yet."""
+        return {row.nbytes for row in rows if row.fence is not None}
+
+    def _have_one_of_each(self, sizes: Iterable[int]) -> None:
+        """Have a block of each size idle: a framework that gives a fence may still be reading the memory that it gave us, so the
+        next one must be ready before it is needed."""
+        for size in sizes:
+            if not self._idle.get(size):
+                self._add_spare(size)
 
     def _enter(self, rows: Collection[BlockRow], streams: Streams) -> None:
         """Enter new blocks, leased or, where nobody waits for them, idle."""
@@ -562,14 +575,19 @@ class DevicePool(Table):
     def _note_peak(self, made: dict[int, BlockRow]) -> None:
         self.peak_nbytes = max(self.peak_nbytes, self._there(made))
 
-    def _add_spares(self, size: int) -> None:
-        """Take as many spares as blocks wait for their readers, but only a few: each one costs more than a small put does."""
-        if size > SPARE_NBYTES:
-            return
-        behind = self._step(lambda: len(self._idle.get(size, ())))
-        for _ in range(min(behind, SPARES, SPARE_NBYTES // size)):
-            if not self._add_spare(size):
-                return
+    def _add_spares(self, sizes: Iterable[int]) -> None:
+        """Take as many spares of each size as blocks wait for their readers, but only a few: each one costs more than a small put
+        does."""
+        for size in sizes:
+            if size > SPARE_NBYTES:
+                continue
+            behind = self._step(self._count_idle, size)
+            for _ in range(min(behind, SPARES, SPARE_NBYTES // size)):
+                if not self._add_spare(size):
+                    break
+
+    def _count_idle(self, size: int) -> int:
+        return len(self._idle.get(size, ()))
 
     def _have_one_more(self, size: int) -> None:
         """Allocate a spare after a put that came for its block only just too early: all that follow would, too.

@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     (
         DEVICE,
-        "                for number in counted.keys() - made.keys():\n                    self._growing.pop(number, None)\n",
+        "                self._count_no_more(counted.keys() - made.keys())\n",
         "",
     ),
     (
@@ -144,11 +144,11 @@ MUTANTS = [
     (DEVICE, "if row.lease is not None and row.fence is not None:", "if row.fence is not None:"),
     (DEVICE, "(self._rows | made).values()", "self._rows.values()"),
     (DEVICE, "        self._step(self._note_peak, made)\n", ""),
-    (DEVICE, "{row.nbytes for row in made.values() if row.fence is not None}", "set()"),
+    (DEVICE, "return {row.nbytes for row in rows if row.fence is not None}", "return set()"),
     (
         DEVICE,
-        "                if not self._idle.get(size):\n                    self._add_spare(size)",
-        "                self._add_spare(size)",
+        "            if not self._idle.get(size):\n                self._add_spare(size)",
+        "            self._add_spare(size)",
     ),
     (DEVICE, "            if len(rows) < len(numbers):\n                break\n", ""),
     (DEVICE, "            del left[:AT_ONCE]\n", "            del left[: AT_ONCE + 1]\n"),
@@ -158,7 +158,8 @@ MUTANTS = [
         "            if row is None and not counted:\n                break\n",
         "            if row is None:\n                break\n",
     ),
-    (DEVICE, "for size in set(counted.values()):", "for size in counted.values():"),
+    (DEVICE, "self._add_spares(set(counted.values()))", "self._add_spares(counted.values())"),
+    (DEVICE, "            self._have_one_of_each(fenced)\n", "            pass\n"),
     (DEVICE, "        # Idle blocks of other sizes may be all that stands in the way.\n        self._trim()\n", ""),
     (IDLE, "    power = nbytes.bit_length() - 4", "    power = nbytes.bit_length() - 3"),
     (TICKETS, "weakref.ref(thing, partial(self._references.pop, number))", "weakref.ref(thing)"),
