@@ -94,7 +94,12 @@ class _Loads:
                         self._bench.absences.add(f"{NAME}: cold", error)
                         continue
                 if label == "pinned":
-                    with xferlib.pin_files(files["safetensors"], self._stager):
+                    try:
+                        pinned = xferlib.pin_files(files["safetensors"], self._stager)
+                    except (xferlib.AllocationError, xferlib.CapabilityError) as error:
+                        self._bench.absences.add(f"{NAME}: pinned", error)
+                        continue
+                    with pinned:
                         yield self._row(label, contenders[:1], files)
                     continue
                 yield self._row(label, [one for one in contenders if one.kind in files], files)

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,6 @@ from xferlib.files.readers import opened
 from xferlib.stager import Stager
 
 COUNT = 4
-
-
-@pytest.fixture
-def stager() -> Iterator[Stager]:
-    with xferlib.stager("host", strict=True) as stager:
-        yield stager
 
 
 @pytest.fixture

@@ -46,10 +46,10 @@ class PinnedFiles:
 def pin_files(path: Paths, stager: Stager) -> PinnedFiles:
     """Page-lock files that are loaded many times, until the result is closed: `with xferlib.pin_files(path, stager): ...`.
 
-    Meanwhile the device reads them by itself in every `load` of this process, by whatever stager of the same driver: at the link's
-    rate, and at that of each link where there are several devices. No CPU copies anything. `path` as for `load`, without `.npz`.
-    What is not in the system's cache is read first. To lock takes some 70 ms a GiB, in which nothing is launched. The pages count
-    against the stager's `pinned_limit`, and the system can use them for nothing else.
+    Meanwhile the device reads them by itself in every `load` of this process, by whatever stager of the same driver, and so do
+    several devices at once. No CPU copies anything. `path` as for `load`, without `.npz`. What is not in the system's cache is read
+    first. To lock takes 70 to 120 ms a GiB, in which nothing is launched. The pages count against the stager's `pinned_limit`, and
+    the system can use them for nothing else.
 
     Once a file is replaced or changed, `load` gives what it holds then, as if it were not pinned: close this, and pin it anew. What
     was locked keeps its memory until then. The file must not be cut off while a load reads it: whoever touches a page that is gone

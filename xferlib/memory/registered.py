@@ -222,11 +222,13 @@ class Pins:
         """Tell whether a range that is locked begins or ends inside this memory, or is about to be unlocked. Takes no lock."""
         if not self._starts:
             return False
+        # The second is on the path of every small put from memory that is pinned so: mostly nothing leaves.
+        return self._meets(address, nbytes, but_around=True) or (bool(self._leaving) and self._are_leaving(address, nbytes))
+
+    def _are_leaving(self, address: int, nbytes: int) -> bool:
         # Another thread may have unlocked one before it was entered here.
         leaving = [row for row in map(self._rows.get, list(self._leaving)) if row is not None]
-        return self._meets(address, nbytes, but_around=True) or any(
-            meet(row.address, row.nbytes, address, nbytes) for row in leaving
-        )
+        return any(meet(row.address, row.nbytes, address, nbytes) for row in leaving)
 
     def _meets(self, address: int, nbytes: int, *, but_around: bool = False) -> bool:
         """Tell whether a range has bytes of this memory. `but_around`: one that has all of them does not count."""
