@@ -505,6 +505,20 @@ def test_states_of_a_size_are_saved_and_loaded_once(tmp_path: Path, capsys: pyte
     assert json.loads(file.read_text()) == first
 
 
+def test_where_a_file_cannot_be_page_locked_there_are_the_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: object, stager: object) -> None:
+        raise xferlib.AllocationError("no room")
+
+    monkeypatch.setattr(xferlib, "pin_files", refuse)
+    file = tmp_path / "host.json"
+    opened = partial(xferlib.stager, "host")
+    assert run(opened, open_device("host"), [CASES["loading"]], quick=True, json_file=str(file)) == 0
+    assert {"warm", "first"} <= {record["label"] for record in json.loads(file.read_text())} <= {"warm", "first", "cold"}
+    assert "loading: pinned" in capsys.readouterr().out
+
+
 def test_a_tiny_state_is_saved_faster_than_a_step_and_still_gives_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def beside(steps: object, work: Callable[[], object]) -> list[float]:
         work()
