@@ -374,6 +374,8 @@ static transfer *new_transfer(bench *b, size_t count, const size_t *sizes, uint3
     for (size_t n = 0; n < count; n++) {
         // Not aligned: as the memory of users.
         t->host[n] = (char *)malloc(sizes[n] + 3) + 3;
+        // Where nothing is there, parts have other lengths.
+        memset(t->host[n], 0x33, sizes[n]);
         t->pieces[n] = (xe_piece){t->host[n], (uint64_t)(t->device + at), sizes[n], 1};
         char *from = b->direction == XE_H2D ? t->host[n] : t->device + at;
         for (size_t k = 0; k < sizes[n]; k++) from[k] = value(seed, n, k);
@@ -1885,6 +1887,8 @@ static void makes_no_part_too_long(void) {
     // Nobody looks into it.
     free(b->memory);
     b->memory = malloc(16 * 4 * MIB);
+    // Otherwise parts would end at huge pages.
+    memset(b->memory, 1, 16 * 4 * MIB);
     for (size_t n = 0; n < 16; n++) CHECK(xe_add_chunk(1, n, b->memory + n * 4 * MIB, 4 * MIB, 0, NULL) == XE_OK);
     xe_piece piece = {b->memory, 256, 64 * MIB, 0};
     CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
@@ -2822,6 +2826,131 @@ static void copies_whole(void) {
     free(to);
 }
 
+// How much of a range is in huge pages.
+static size_t huge_nbytes(const char *from, const char *to) {
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    CHECK(maps != NULL);
+    char line[512];
+    unsigned long begin = 0, end = 0, kib;
+    size_t found = 0;
+    while (fgets(line, sizeof line, maps)) {
+        unsigned long first, last;
+        char space;
+        if (sscanf(line, "%lx-%lx%c", &first, &last, &space) == 3 && space == ' ') {
+            begin = first;
+            end = last;
+        } else if (sscanf(line, "ShmemPmdMapped: %lu kB", &kib) == 1 && begin < (uintptr_t)to && (uintptr_t)from < end) {
+            found += kib * KIB;
+        }
+    }
+    fclose(maps);
+    return found;
+}
+
+static bool is_there(char *page) {
+    unsigned char there;
+    CHECK(mincore(page, 4 * KIB, &there) == 0);
+    return there & 1;
+}
+
+// Shared memory from a border of huge pages on, of which nothing is there.
+enum { HUGE_PAGE = 2 * MIB, RESERVED = 32 * MIB };
+static char *reserved;
+
+static char *new_memory(void) {
+    reserved = mmap(NULL, RESERVED + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(reserved != MAP_FAILED);
+    // The offset in the mapping must be that of a huge page, too.
+    char *memory = reserved + (HUGE_PAGE - (uintptr_t)reserved % HUGE_PAGE) % HUGE_PAGE;
+    CHECK(mmap(memory, RESERVED, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == memory);
+    return memory;
+}
+
+static void end_memory(void) { munmap(reserved, RESERVED + HUGE_PAGE); }
+
+// Not on an older system, and not where it has none left.
+static bool gives_huge_pages(void) {
+    char *memory = new_memory();
+    memset(memory, 1, HUGE_PAGE);
+    bool given = madvise(memory, HUGE_PAGE, 25 /* MADV_COLLAPSE */) == 0 && huge_nbytes(memory, memory + HUGE_PAGE) == HUGE_PAGE;
+    end_memory();
+    return given;
+}
+
+// Memory that is to be locked, and what a transfer writes to, is in huge pages where nothing is there yet: those that lie in it, the
+// first part of one that three quarters of lie in it, and nothing around it.
+static void puts_huge_pages_under_what_is_touched(void) {
+    bool given = gives_huge_pages();
+    const struct { size_t from, nbytes, huge; } rows[] = {
+        {0, 6 * MIB, 3}, {MIB, 6 * MIB, 2}, {0, HUGE_PAGE - 4 * KIB, 1}, {0, HUGE_PAGE + 3 * HUGE_PAGE / 4, 2},
+        {0, HUGE_PAGE + 3 * HUGE_PAGE / 4 - 4 * KIB, 1}, {4 * KIB, HUGE_PAGE, 0}, {3 * MIB, MIB, 0},
+    };
+    for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
+        char *memory = new_memory(), *from = memory + rows[n].from, *to = from + rows[n].nbytes;
+        CHECK(xe_touch(from, rows[n].nbytes) == 0);
+        for (char *page = from; page < to; page += 4 * KIB) CHECK(is_there(page));
+        if (rows[n].from) CHECK(!is_there(from - 4 * KIB));
+        if (given) CHECK(huge_nbytes(memory, to) == rows[n].huge * HUGE_PAGE);
+        end_memory();
+    }
+    // What is there stays as it is.
+    char *memory = new_memory();
+    memory[3 * MIB] = 7;
+    memory[4 * MIB] = 8;
+    CHECK(xe_touch(memory, 6 * MIB) == 0 && memory[3 * MIB] == 7 && memory[4 * MIB] == 8);
+    if (given) CHECK(huge_nbytes(memory, memory + 6 * MIB) == 2 * HUGE_PAGE);
+    end_memory();
+}
+
+static void puts_huge_pages_under_results(void) {
+    bool given = gives_huge_pages();
+    xe_start(1);
+    together = 8;
+    bench *b = new_bench(1, XE_D2H, &DEVICE, 8, MIB, false);
+    // Slices of a usual length would end somewhere in a huge page. What the first piece is written to is there.
+    size_t sizes[] = {4 * KIB, 20 * MIB + 1800 * KIB}, total = sizes[0] + sizes[1];
+    char *memory = new_memory() + MIB + 64 * KIB, *device = malloc(total), *before = malloc(sizes[0]);
+    memset(before, 1, sizes[0]);
+    for (size_t n = 0; n < total; n++) device[n] = value(3, 1, n);
+    xe_piece pieces[] = {{before, (uint64_t)device, sizes[0], 0}, {memory, (uint64_t)device + sizes[0], sizes[1], 0}};
+    uint64_t id = atomic_fetch_add(&next_id, 1), ids[8];
+    CHECK(xe_submit(id, 1, pieces, 2, NULL, NULL, NULL) == XE_OK);
+    // Not by this thread: where two write to one huge page, small ones may come first.
+    while (xe_wait(id, XE_FINISHED, 0) == XE_NOT_YET) pause_for(1000);
+    CHECK(memcmp(before, device, sizes[0]) == 0 && memcmp(memory, device + sizes[0], sizes[1]) == 0);
+    CHECK(!is_there(memory - 4 * KIB));
+    // From the first border on, ten whole ones. Of the last one too little is written.
+    if (given) CHECK(huge_nbytes(memory, memory + sizes[1]) == 10 * HUGE_PAGE);
+    while (xe_forget(id) == XE_BUSY) xe_finished(ids, 8);
+    free(before);
+    free(device);
+    end_memory();
+    end_bench(b);
+}
+
+// Of memory without pages, each part but the last is written to whole huge pages.
+static void ends_parts_at_huge_pages(void) {
+    xe_start(1);
+    together = 12;
+    char *memory = new_memory();
+    for (int fresh = 1; fresh >= 0; fresh--) {
+        bench *b = new_bench(1, XE_D2H, NULL, 12, MIB, false);
+        xe_piece piece = {memory + MIB, 256, 22 * MIB, 0};
+        CHECK(xe_submit(700, 1, &piece, 1, NULL, NULL, NULL) == XE_OK);
+        static xe_request requests[4 * XE_MOST_PIECES];
+        size_t count = next_asked(requests, 4 * XE_MOST_PIECES);
+        CHECK(count > 1 && requests[0].nbytes == 3 * MIB && requests[1].nbytes == (fresh ? 2 : 3) * MIB);
+        CHECK(xe_abandon(700) == XE_OK);
+        for (size_t n = 0; n < count; n++) CHECK(xe_answer(1, requests[n].chunk, 0, 1) == XE_OK && xe_reached(1, requests[n].chunk, 0) == XE_OK);
+        CHECK(xe_wait(700, XE_FINISHED, PATIENCE) == XE_FAILED);
+        uint64_t ids[8];
+        while (xe_forget(700) == XE_BUSY) xe_finished(ids, 8);
+        end_bench(b);
+        memset(memory, 1, 24 * MIB);
+    }
+    end_memory();
+}
+
 // Strided arrays, against one item at a time; what lies around them is not touched.
 
 enum { MANY_AXES = 64 };
@@ -3318,7 +3447,7 @@ static const struct { const char *name; void (*run)(void); } TESTS[] = {
     TEST(leaves_chunks_to_jobs_that_want_them), TEST(takes_back_by_number), TEST(wakes_whoever_waits_to_the_device),
     TEST(wakes_whoever_waits_to_the_host), TEST(wakes_whoever_waits_for_what_failed), TEST(misses_nothing_as_it_falls_asleep),
     TEST(falls_asleep), TEST(stands_near_a_device), TEST(may_be_called_again),
-    TEST(reads_a_file), TEST(reads_a_file_bit_by_bit), TEST(closes_no_file_that_is_read), TEST(reads_no_more_than_a_file_has), TEST(survives_a_file_that_is_cut_off), TEST(works_for_others_after_a_file_was_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
+    TEST(reads_a_file), TEST(reads_a_file_bit_by_bit), TEST(closes_no_file_that_is_read), TEST(reads_no_more_than_a_file_has), TEST(survives_a_file_that_is_cut_off), TEST(works_for_others_after_a_file_was_cut_off), TEST(ends_by_a_signal_that_was_sent), TEST(stops), TEST(stops_behind_a_call), TEST(stops_behind_a_copy), TEST(wakes_whoever_owns_a_lane), TEST(forks), TEST(blocks_signals), TEST(stands_a_rush), TEST(copies_whole), TEST(puts_huge_pages_under_what_is_touched), TEST(puts_huge_pages_under_results), TEST(ends_parts_at_huge_pages), TEST(gathers_in_order), TEST(gathers_from_a_file_that_is_cut_off),
     TEST(calls_in_its_context), TEST(calls_nothing_where_it_cannot_go), TEST(asks_in_whatever_mode_it_gets),
     TEST(hands_its_callbacks_over), TEST(leaves_callbacks_that_come_late), TEST(keeps_callbacks_that_may_be_late), TEST(ends_with_callbacks_under_way),
 };

@@ -18,13 +18,14 @@ from xferlib_host import open_stager
 
 import xferlib
 from tests import children
+from tests.huge_pages import gives_huge_pages, huge_nbytes
 from tests.mutants.laws.locking import LockingBackend
 from xferlib.memory import numa, pages
 from xferlib.memory.numa import Near, node_near
 from xferlib.memory.pages import HUGE, LEAST_MAPPING_NBYTES, MOST_THREADS, HostPages
 from xferlib.memory.proc_maps import mappings
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
 class Locking(LockingBackend):
@@ -88,6 +89,35 @@ def test_every_page_is_there_before_it_is_locked(backend: Locking, nbytes: int) 
     host.free(address)
     assert not mapped(address, nbytes)
     assert backend.locked == {}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "huge", "room"),
+    [
+        (HUGE - 4096, 0, HUGE - 4096),
+        (HUGE, 1, HUGE),
+        (5 * MIB, 2, 5 * MIB),
+        # Nearly a huge page more, which would be much of so little.
+        (5 * MIB + 900 * KIB, 2, 5 * MIB + 900 * KIB),
+        (13 * MIB + 511 * KIB, 6, 13 * MIB + 512 * KIB),
+        (13 * MIB + 512 * KIB, 7, 14 * MIB),
+        (14 * MIB - 1, 7, 14 * MIB),
+        (48 * MIB, 24, 48 * MIB),
+    ],
+)
+def test_memory_is_in_huge_pages_and_asks_for_one_more_where_little_of_it_is_left_over(
+    backend: Locking, nbytes: int, huge: int, room: int
+) -> None:
+    there: list[int] = []
+    backend.on_pin = lambda address, nbytes: there.append(huge_nbytes(address, nbytes))
+    host = HostPages(backend)
+    address = host.allocate(nbytes)
+    assert there == [huge * HUGE if gives_huge_pages() else 0]
+    # What is left over is not locked.
+    assert backend.pinned == [(address, nbytes)]
+    assert mappings(address, room)[-1].end == address + room
+    host.free(address)
+    assert not mapped(address, room)
 
 
 def test_much_memory_takes_fewer_mappings_of_which_a_process_may_have_only_so_many(

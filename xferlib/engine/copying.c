@@ -22,7 +22,7 @@
 enum { ASIDE_FROM = 64 << 10 };
 // What is asked for above its own limit the system ignores; this is the usual one.
 enum { ADVISED = 128 << 10 };
-enum { PAGE = 4096, TOUCHED = 2 << 20, POPULATE_WRITE = 23 };  // MADV_POPULATE_WRITE, of Linux 5.14.
+enum { PAGE = 4096, POPULATE_WRITE = 23, COLLAPSE = 25 };  // MADV_POPULATE_WRITE of Linux 5.14, MADV_COLLAPSE of 6.1.
 
 #if defined(__x86_64__)
 // Each stores whole vectors past the caches, and returns how many bytes that were. `dst` is aligned to the vector.
@@ -59,10 +59,33 @@ static size_t store(char *dst, const char *src, size_t nbytes) {
 }
 #endif
 
+bool is_there(const char *at) {
+    unsigned char there = 1;
+    return mincore((void *)((uintptr_t)at & -(uintptr_t)PAGE), PAGE, &there) || there & 1;
+}
+
+// A huge page comes three times as fast as the small ones that it stands for, a driver locks it in half of the time, and it goes in a
+// twentieth. To shared memory most systems give none unless they are asked in this way, which Linux has from 6.1 on. Where there is
+// none, or something is there, nothing is changed but for the first page.
+static void fetch_huge(char *border, const range *around) {
+    // Of the last one, as little may be left over as whoever maps memory leaves.
+    ptrdiff_t within = around->first + around->nbytes - border;
+    if (border < around->first || within < HUGE_PAGE - HUGE_PAGE / 4) return;
+    if (is_there(border) || madvise(border, PAGE, POPULATE_WRITE)) return;
+    // Where the system gives huge pages by itself, that was one. Otherwise nothing is there that would have to be copied.
+    if (!is_there(border + PAGE)) madvise(border, HUGE_PAGE, COLLAPSE);
+}
+
+static char *border_before(const char *at) { return (char *)((uintptr_t)at & -(uintptr_t)HUGE_PAGE); }
+
 int touch_pages(char *memory, size_t nbytes) {
+    range all = {memory, nbytes};
     for (size_t at = 0, part; at < nbytes; at += part) {
         // In parts: other threads of the process can change their mappings in between.
-        part = nbytes - at < TOUCHED ? nbytes - at : TOUCHED;
+        char *border = border_before(memory + at);
+        part = border + HUGE_PAGE - (memory + at);
+        if (part > nbytes - at) part = nbytes - at;
+        fetch_huge(border, &all);
         while (madvise(memory + at, part, POPULATE_WRITE)) {
             if (errno == EINVAL) {
                 // An older system. The same, more slowly: each page is written to, and what is in it stays, whoever writes meanwhile.
@@ -85,11 +108,12 @@ int read_ahead(int descriptor, int64_t start, size_t nbytes) {
 }
 
 // Memory that was never touched comes page by page, each with a fault. Where the first page is not there, mostly none is.
-static bool populate(char *dst, size_t nbytes) {
+static bool populate(char *dst, size_t nbytes, const range *around) {
     uintptr_t page = PAGE, first = ((uintptr_t)dst + page - 1) & -page, end = ((uintptr_t)dst + nbytes) & -page;
-    unsigned char there = 1;
+    if (first >= end || is_there((char *)first)) return false;
+    // A huge page that others fill in part, too, comes with its first part.
+    for (char *border = border_before(dst); (uintptr_t)border < end; border += HUGE_PAGE) fetch_huge(border, around);
     // Older systems refuse, and nothing is lost.
-    if (first >= end || mincore((void *)first, page, &there) || there & 1) return false;
     madvise((void *)first, end - first, POPULATE_WRITE);
     return true;
 }
@@ -207,11 +231,11 @@ static void listen(void) {
 
 void survive_bus_errors(void) { pthread_once(&once, listen); }
 
-bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, bool *fresh) {
+bool copy_guarded(void *dst, const void *src, size_t nbytes, bool aside, const range *around, bool *fresh) {
     // The mask is not kept: SIGBUS is not blocked by its handler.
     if (sigsetjmp(back, 0)) return false;
     guarded = 1;
-    if (fresh) *fresh = nbytes >= ASIDE_FROM && populate(dst, nbytes);
+    if (around && around->nbytes >= ASIDE_FROM && populate(dst, nbytes, around)) *fresh = true;
     copy_bytes(dst, src, nbytes, aside);
     guarded = 0;
     return true;

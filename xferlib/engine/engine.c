@@ -48,7 +48,6 @@ enum {
     LEAST_SLICE = 128 << 10,     // Bytes. Less would be more locking than copying.
     MOST_SLICE = 1 << 20,        // Likewise: half of a core's second-level cache, on the processors beside these devices.
     FEW_SLICES = 4,              // Of a part.
-    FRESH_SLICE = 2 << 20,       // Likewise, into memory without pages: those that ask for the same huge page wait for each other.
     MOST_PART = 8 << 20,         // Likewise: between two copies the link rests for a microsecond or two.
     SOON = 16 << 20,             // Likewise: the largest job, and the most that is on its way before a part, for the device to read it soon.
     SHARES = 4,                  // Parts of a lane's memory: one is filled or emptied while others wait for the device.
@@ -112,7 +111,7 @@ struct job {
     size_t filling;              // Of those, how many are not filled yet.
     size_t touched;              // How many threads copy from or to the caller's memory now.
     size_t calling;              // Of the parts, for how many a device is called now, or its owner is.
-    bool fresh;                  // Where it was last written to, memory had no pages.
+    bool fresh;                  // It is written to memory that had no pages.
     int come;                    // How many stages it has reached, as those who wait were told.
     bool small;                  // A chunk has room for it.
     bool soon;                   // To the device, which reads all of it before it can have left the caches of those who fill.
@@ -527,11 +526,17 @@ static chunk *take_run(lane *l, size_t nbytes, size_t left, size_t *found) {
     return best;
 }
 
-static walk fill_walk(job *j, size_t capacity) {
-    walk w = {.piece = j->piece, .offset = j->offset};
-    segment s;
-    while (next_segment(j, &w, capacity, &s)) {}
-    return w;
+static walk fill_walk(const job *j, size_t capacity) {
+    for (;;) {
+        walk w = {.piece = j->piece, .offset = j->offset};
+        segment s = {0};
+        while (next_segment(j, &w, capacity, &s)) {}
+        // A huge page is fetched by one thread. Another one that wrote to it meanwhile, for the next part, would get small pages. Short
+        // parts stay as they are.
+        size_t over = j->fresh && w.offset ? (uintptr_t)(s.host + s.nbytes) % HUGE_PAGE : 0;
+        if (over == 0 || over >= s.nbytes || over > w.end / 2) return w;
+        capacity = w.end - over;
+    }
 }
 
 static chunk *start_part(lane *l) {
@@ -584,7 +589,8 @@ static size_t slices(const chunk *c, size_t *nbytes) {
     for (const lane *l = lanes; l; l = l->next) busy += l->under_way > 0;
     if (busy > 1 && many > FEW_SLICES) many = FEW_SLICES;
     size_t share = c->part_nbytes / many;
-    *nbytes = c->job->fresh ? FRESH_SLICE : share < LEAST_SLICE ? LEAST_SLICE : share > MOST_SLICE ? MOST_SLICE : share;
+    // Those that ask for the same huge page wait for each other.
+    *nbytes = c->job->fresh ? HUGE_PAGE : share < LEAST_SLICE ? LEAST_SLICE : share > MOST_SLICE ? MOST_SLICE : share;
     return (c->part_nbytes + *nbytes - 1) / *nbytes;
 }
 
@@ -602,6 +608,15 @@ static bool is_of_file(const job *j, const char *host, int64_t *offset) {
     return j->file.descriptor >= 0 && *offset >= 0 && (uint64_t)*offset < j->file.nbytes;
 }
 
+// How far it is from a place in a part to the next border of a huge page in the caller's memory.
+static size_t to_border(const chunk *c, size_t from) {
+    walk w = walk_of(c);
+    segment s;
+    while (next_segment(c->job, &w, c->part_nbytes, &s))
+        if (from < s.at + s.nbytes) return HUGE_PAGE - ((uintptr_t)s.host + from - s.at) % HUGE_PAGE;
+    return HUGE_PAGE;
+}
+
 // Without `mu`.
 static bool copy_range(const chunk *c, size_t from, size_t to, bool *fresh) {
     bool to_device = c->lane->direction == XE_H2D, whole = true;
@@ -611,11 +626,13 @@ static bool copy_range(const chunk *c, size_t from, size_t to, bool *fresh) {
         size_t begin = s.at < from ? from : s.at, end = s.at + s.nbytes < to ? s.at + s.nbytes : to;
         if (begin >= end) continue;
         char *host = s.host + (begin - s.at), *there = c->memory + begin;
+        // Of the piece that this is a segment of, the walk is behind it.
+        const xe_piece *p = &c->job->pieces[w.offset ? w.piece : w.piece - 1];
         int64_t offset;
         // The caller's memory is read by nobody knows whom.
         if (to_device && is_of_file(c->job, host, &offset)) whole = read_whole(c->job->file.descriptor, offset, there, end - begin);
-        else whole = to_device ? copy_guarded(there, host, end - begin, c->aside, NULL)
-                               : copy_guarded(host, there, end - begin, true, fresh);
+        else whole = to_device ? copy_guarded(there, host, end - begin, c->aside, NULL, NULL)
+                               : copy_guarded(host, there, end - begin, true, &(range){p->host, p->nbytes}, fresh);
     }
     return whole;
 }
@@ -651,6 +668,7 @@ static void copy_slice(chunk *c) {
     job *j = c->job;
     size_t nbytes;
     slices(c, &nbytes);
+    if (j->fresh) nbytes = to_border(c, c->begun);
     size_t from = c->begun, to = c->part_nbytes - from < nbytes ? c->part_nbytes : from + nbytes;
     c->begun = to;
     if (to == c->part_nbytes) take_out(&uncopied, c);
@@ -662,7 +680,7 @@ static void copy_slice(chunk *c) {
     come_back();
     j->touched--;
     hands--;
-    j->fresh = fresh;
+    j->fresh |= fresh;
     figures.copied_nbytes += to - from;
     if (!whole) fail(j, SIGBUS, c->lane->direction == XE_H2D ? "reading the source" : "writing the destination");
     // The last one goes on, and the rest of one that failed is not begun.
@@ -1205,6 +1223,8 @@ int xe_submit(
     }
     memcpy(kept, pieces, count * sizeof *kept);
     *j = (job){.id = id, .pieces = kept, .count = count, .left = nbytes, .after = after, .done = done, .queued = true};
+    // Mostly the first tells for all: then no two threads begin with the same huge page.
+    bool fresh = pieces->nbytes >= HUGE_PAGE && !is_there((char *)pieces->host + HUGE_PAGE / 2);
     j->file = file ? *file : (xe_file){.descriptor = -1};
     // Where the process may have no more of them, the mapping is read.
     if (file) j->file.descriptor = fcntl(file->descriptor, F_DUPFD_CLOEXEC, 0);
@@ -1215,6 +1235,7 @@ int xe_submit(
     if (status == XE_OK && !*place) {
         j->lane = l;
         shape(j);
+        j->fresh = fresh && l->direction == XE_D2H;
         // Where a lane has no calls, the CPU reads what was filled.
         j->soon = l->calls && l->direction == XE_H2D && nbytes <= SOON;
         *place = j;
@@ -1462,7 +1483,8 @@ void xe_read_figures(xe_figures *found) {
 int xe_copy(void *dst, const void *src, size_t nbytes, int aside) {
     pthread_once(&once, set_up);
     bool unused;
-    return copy_guarded(dst, src, nbytes, aside != 0, aside ? &unused : NULL) ? XE_OK : XE_WRONG;
+    range all = {dst, nbytes};
+    return copy_guarded(dst, src, nbytes, aside != 0, aside ? &all : NULL, &unused) ? XE_OK : XE_WRONG;
 }
 
 int xe_copies_d2h(const xe_calls *calls, void *stream, void *host, const uint64_t *device, const uint64_t *nbytes, size_t count) {

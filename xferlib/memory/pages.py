@@ -36,6 +36,8 @@ from xferlib.words import in_words
 __all__ = ["Allocators", "HostPages", "allocators"]
 
 HUGE = 2 << 20
+ROUNDED_FROM_NBYTES = 8 << 20
+"""From here on a quarter of a huge page that is left over is a sixteenth at most. It is not locked."""
 LEAST_MAPPING_NBYTES, MOST_MAPPING_NBYTES = 4 << 20, 8 << 20
 """Bytes of one mapping of several side by side, at least and at most. Each costs a system call. Twelve threads of an H100 machine
 that wrote to 4 GiB of new memory, 2 MiB at a time, wrote 5.3 GB/s to mappings of 64 MiB, 8.8 to such of 14,
@@ -114,7 +116,7 @@ class HostPages:
 
     def map(self, sizes: Sequence[int]) -> list[int]:
         """Return the addresses of new memory, likewise, which is pageable until `lock`: all or none. Raises `AllocationError`."""
-        total = sum(sizes)
+        total = sum(map(_room, sizes))
         # Some pages of memory that is not locked yet may not be there yet, and still look available.
         taken = sum([nbytes for address, nbytes in self._mapped.copy().items() if address not in self._locked])
         _check_available(total, taken)
@@ -155,7 +157,7 @@ class HostPages:
         _of_process.pop(address, None)
         # If this raised, it would look as if the memory was still locked and could be given out again.
         with suppress(OSError):
-            _unmap(address, nbytes)
+            _unmap(address, _room(nbytes))
 
 
 def _check_available(nbytes: int, taken: int) -> None:
@@ -188,6 +190,12 @@ def _refused(nbytes: int, error: Exception) -> AllocationError:
     return AllocationError(f"{in_words(nbytes)} of pinned memory could not be had: {error}. Lower pinned_limit or the batch")
 
 
+def _room(nbytes: int) -> int:
+    """Return how many bytes are mapped for so many: whole pages, of which the last may be a huge one that is nearly needed."""
+    lacking = -nbytes % HUGE
+    return nbytes + (lacking if nbytes >= ROUNDED_FROM_NBYTES and lacking <= HUGE // 4 else -nbytes % mmap.PAGESIZE)
+
+
 def _map(sizes: Sequence[int]) -> list[int]:
     """Map pages of each size, all or none, beginning at the borders of huge pages, and ask for huge ones.
 
@@ -199,12 +207,12 @@ def _map(sizes: Sequence[int]) -> list[int]:
     reserved = _mapped(None, total + HUGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     first = -(-reserved // HUGE) * HUGE
     addresses = [first + offset for offset in itertools.accumulate(rooms[:-1], initial=0)]
-    ours = [(address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE) for address, nbytes in zip(addresses, sizes, strict=True)]
+    ours = list(zip(addresses, map(_room, sizes), strict=True))
     ends = [reserved, *(address + nbytes for address, nbytes in ours)]
     begins = [*addresses, reserved + total + HUGE]
     holes = [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
     try:
-        _fill(addresses, sizes)
+        _fill(ours)
         # Refused where the kernel has no huge pages; then there are none. What is smaller must not get one.
         _ask_for_huge_pages([(first, total)] if min(sizes) >= HUGE else zip(addresses, sizes, strict=True))
         _cut_off(holes)
@@ -220,12 +228,12 @@ def _map(sizes: Sequence[int]) -> list[int]:
 # Functions of their own: an interrupt that comes in a loop must come to what is around it.
 
 
-def _fill(addresses: Sequence[int], sizes: Sequence[int]) -> None:
-    """Map pages over a reserved range."""
-    total = sum(sizes)
+def _fill(ranges: Sequence[tuple[int, int]]) -> None:
+    """Map pages over reserved ranges."""
+    total = sum([nbytes for _, nbytes in ranges])
     few = -(-(total + sum(list(_of_process.values()))) // (MOST_MAPPINGS * HUGE)) * HUGE
     step = max(few, _step(total))
-    for address, nbytes in zip(addresses, sizes, strict=True):
+    for address, nbytes in ranges:
         for start, size in _ranges(address, nbytes, step):
             _mapped(start, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_FIXED)
 

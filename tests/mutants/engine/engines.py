@@ -8,6 +8,11 @@ from typing import NamedTuple
 __all__ = ["MUTANTS", "Mutant"]
 
 
+TOUCHED_IN_HUGE_PAGES = "puts_huge_pages_under_what_is_touched"
+WRITTEN_IN_HUGE_PAGES = "puts_huge_pages_under_results"
+IN_COPYING = (WRITTEN_IN_HUGE_PAGES, "plain", "copying.c")
+
+
 class Mutant(NamedTuple):
     """`name` says what is wrong. `old` stands once in the file, and `new` takes its place."""
 
@@ -979,6 +984,25 @@ MUTANTS = (
         "copying.c",
     ),
     Mutant("what is not aligned is left out", "        memcpy(to, from, head);\n", "", "copies_whole", "plain", "copying.c"),
+    # Huge pages.
+    *(
+        Mutant(name, old, new, TOUCHED_IN_HUGE_PAGES, "plain", "copying.c")
+        for name, old, new in (
+            ("there are small pages alone", "madvise(border, HUGE_PAGE, COLLAPSE);", "{}"),
+            ("the first page is not there", " || madvise(border, PAGE, POPULATE_WRITE)) return;", ") return;"),
+            ("what lies before is touched", "border < around->first || within", "within"),
+            ("of the last one little is needed", "within < HUGE_PAGE - HUGE_PAGE / 4", "within < 1"),
+            ("of the last one all is needed", "within < HUGE_PAGE - HUGE_PAGE / 4", "within < HUGE_PAGE"),
+            ("the rest has no pages", "        while (madvise(memory + at, part, POPULATE_WRITE)) {", "        while (false) {"),
+        )
+    ),
+    Mutant("results come in small pages", "+= HUGE_PAGE) fetch_huge(border, around);", "+= HUGE_PAGE) {}", *IN_COPYING),
+    Mutant("slices end anywhere", "    if (j->fresh) nbytes = to_border(c, c->begun);\n", "", WRITTEN_IN_HUGE_PAGES),
+    Mutant("parts end anywhere", "j->fresh && w.offset ?", "false ?", "ends_parts_at_huge_pages"),
+    Mutant("all parts end at huge pages", "j->fresh && w.offset ?", "w.offset ?", "ends_parts_at_huge_pages"),
+    Mutant("nobody looks whether memory is there", "j->fresh = fresh && l->direction == XE_D2H;", "", "ends_parts_at_huge_pages"),
+    Mutant("what is found to be fresh is forgotten", "    j->fresh |= fresh;\n", "", WRITTEN_IN_HUGE_PAGES),
+    Mutant("a piece is taken for its segment", "{p->host, p->nbytes}", "{host, end - begin}", WRITTEN_IN_HUGE_PAGES),
     *(
         Mutant(name, old, new, "gathers_in_order", "plain", "copying.c")
         for name, old, new in (
