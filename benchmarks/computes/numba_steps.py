@@ -55,12 +55,11 @@ def kernels() -> Kernels:
     cuda = load()
     blocks, threads = BLOCKS, THREADS
 
-    def work(batch: Any, output: Any, sums: Any, sinks: Any, mark: int, rounds: int, tag: int) -> None:
-        """Sum the words per block, xor them, and multiply as often as said for each word."""
+    def work(batch: Any, output: Any, sums: Any, mark: int, rounds: int, tag: int, nothing: int) -> None:
+        """Sum the words per block, xor them, and multiply as often as said for each word. `nothing`: 0, which no compiler knows."""
         shared = cuda.shared.array(threads, np.uint64)
         thread = cuda.threadIdx.x
         total = np.uint64(0)
-        sink = np.uint32(thread)
         for i in range(cuda.grid(1), batch.size, blocks * threads):
             word = batch[i]
             total += word
@@ -68,8 +67,7 @@ def kernels() -> Kernels:
             value = np.uint32(word)
             for _ in range(rounds):
                 value = np.uint32(value * np.uint32(1664525) + np.uint32(1013904223))
-            sink ^= value
-        sinks[cuda.grid(1)] = sink
+            total += np.uint64(value) & nothing
         shared[thread] = total
         cuda.syncthreads()
         left = threads // 2
@@ -105,15 +103,17 @@ class NumbaSteps:
 
     def __init__(self, copies: CudaCopies, nbytes: int, *, own_stream: bool) -> None:
         self._cuda = cuda = load()
-        self._work = kernels().work
         # Numba's own streams stop for the default one, and the default one for them.
         self.handle: Final[int] = int(copies.stream()) if own_stream else 0
         self._stream = cuda.external_stream(self.handle) if own_stream else cuda.default_stream()
         self.stream: Final[Any] = self._stream if own_stream else None
+        # Each step takes Python as little time as it can: every array that a kernel is given costs it 20 us.
+        self._launch = kernels().work[BLOCKS, THREADS, self._stream]
         self._outputs = [cuda.device_array(nbytes, np.uint8) for _ in range(OUTPUTS)]
+        self._words = [output.view(np.uint64) for output in self._outputs]
         self._sums = cuda.to_device(np.zeros((SUMS, BLOCKS), np.uint64))
-        self._sinks = cuda.device_array(BLOCKS * THREADS, np.uint32)
         self._events = [cuda.event(timing=False) for _ in range(SUMS)]
+        self._array = type(self._outputs[0])
         self._launched = 0
         cuda.synchronize()
 
@@ -121,17 +121,16 @@ class NumbaSteps:
         return nullcontext()
 
     def adopt(self, array: Any) -> Any:
-        # Otherwise it would wait for the stream that the array names.
-        return self._cuda.as_cuda_array(array, sync=False)
+        # Of other libraries. Without `sync=False` it would wait for the stream that the array names.
+        return array if isinstance(array, self._array) else self._cuda.as_cuda_array(array, sync=False)
 
     def step(self, batch: Any, rounds: int, tag: int) -> tuple[Any, Any]:
-        mark, output = self._launched % SUMS, self._outputs[self._launched % OUTPUTS]
+        mark, number = self._launched % SUMS, self._launched % OUTPUTS
         self._launched += 1
-        pattern = np.uint64(tag * 0x0101010101010101)
-        arguments = (batch.view(np.uint64), output.view(np.uint64), self._sums, self._sinks, mark, FOLDED * rounds, pattern)
-        self._work[BLOCKS, THREADS, self._stream](*arguments)
+        pattern, nothing = np.uint64(tag * 0x0101010101010101), np.uint64(0)
+        self._launch(batch.view(np.uint64), self._words[number], self._sums, mark, FOLDED * rounds, pattern, nothing)
         self._events[mark].record(self._stream)
-        return mark, output
+        return mark, self._outputs[number]
 
     def wait(self, mark: Any) -> None:
         self._events[mark].synchronize()
