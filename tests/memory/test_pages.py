@@ -297,6 +297,11 @@ def test_what_the_machine_does_not_have_is_not_touched(backend: Locking, monkeyp
         host.allocate(6 * MIB)
     assert backend.pinned == []
     host.free(host.allocate(5 * MIB))
+    # Of this, a whole huge page more is mapped.
+    monkeypatch.setattr(pages, "available_memory", lambda: 14 * MIB - 1)
+    monkeypatch.setattr(pages, "_available", (0.0, 0))
+    with pytest.raises(xferlib.AllocationError, match=r"14\.0 MiB of pinned memory could not be had"):
+        host.map([13 * MIB + 512 * KIB])
 
 
 def test_what_was_taken_since_the_system_was_asked_is_not_there_any_more(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:

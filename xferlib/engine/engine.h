@@ -163,7 +163,8 @@ int xe_copies_d2h(const xe_calls *calls, void *stream, void *host, const uint64_
 // for more than 64 axes.
 int xe_gather(void *dst, const void *src, int axes, const int64_t *shape, const int64_t *strides, size_t itemsize);
 
-// Have the system put pages under memory, on the calling thread; what is in it stays. Returns 0, or why it has none (errno).
+// Have the system put pages under memory, on the calling thread, huge ones where nothing is there yet and it gives them; what is in it
+// stays. Returns 0, or why it has none (errno).
 int xe_touch(void *memory, size_t nbytes);
 
 // Ask the system to read bytes of a file into its cache, in steps that it does not cut short: advice, which may come to nothing.

@@ -13,6 +13,11 @@ LEDGER, RESOURCES = "xferlib/ledger.py", "xferlib/resources.py"
 
 MUTANTS = [
     (PAGES, "step = max(few, _step(total))", "step = _step(total)"),
+    (PAGES, "nbytes >= ROUNDED_FROM_NBYTES and lacking", "lacking"),
+    (PAGES, "lacking <= HUGE // 4", "lacking < HUGE // 4"),
+    (PAGES, "lacking <= HUGE // 4", "lacking <= HUGE // 2"),
+    (PAGES, "            _unmap(address, _room(nbytes))", "            _unmap(address, nbytes)"),
+    (PAGES, "total = sum(map(_room, sizes))", "total = sum(sizes)"),
     (PAGES, "few = -(-(total + sum(list(_of_process.values()))) //", "few = -(-total //"),
     (PAGES, "        _of_process.pop(address, None)\n", ""),
     (POOL, "elif collected and waits and looks < MOST_LOOKS and self.", "elif False and self."),
