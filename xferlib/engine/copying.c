@@ -66,13 +66,16 @@ bool is_there(const char *at) {
 
 // A huge page comes three times as fast as the small ones that it stands for, a driver locks it in half of the time, and it goes in a
 // twentieth. To shared memory most systems give none unless they are asked in this way, which Linux has from 6.1 on. Where there is
-// none, or something is there, nothing is changed but for the first page.
+// none, or something is there, nothing is changed but for the last page.
 static void fetch_huge(char *border, const range *around) {
     // Of the last one, as little may be left over as whoever maps memory leaves.
     ptrdiff_t within = around->first + around->nbytes - border;
-    if (border < around->first || within < HUGE_PAGE - HUGE_PAGE / 4) return;
-    if (is_there(border) || madvise(border, PAGE, POPULATE_WRITE)) return;
-    // Where the system gives huge pages by itself, that was one. Otherwise nothing is there that would have to be copied.
+    if (border < around->first || within < HUGE_PAGE - HUGE_PAGE / 4 || is_there(border)) return;
+    // One page must be there. The last: where a file ends before it, a huge page would take what is written behind the end, which is
+    // lost, and nobody would be told.
+    uintptr_t last = (uintptr_t)border + (within < HUGE_PAGE ? within : HUGE_PAGE) - 1;
+    if (madvise((void *)(last & -(uintptr_t)PAGE), PAGE, POPULATE_WRITE)) return;
+    // Where the system gives huge pages by itself, that was one. Otherwise little is there that would have to be copied.
     if (!is_there(border + PAGE)) madvise(border, HUGE_PAGE, COLLAPSE);
 }
 

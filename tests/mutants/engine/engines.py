@@ -10,6 +10,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 TOUCHED_IN_HUGE_PAGES = "puts_huge_pages_under_what_is_touched"
 WRITTEN_IN_HUGE_PAGES = "puts_huge_pages_under_results"
+ENDS_IN_A_HUGE_PAGE = "tells_where_a_file_ends_in_a_huge_page"
 IN_COPYING = (WRITTEN_IN_HUGE_PAGES, "plain", "copying.c")
 
 
@@ -989,12 +990,20 @@ MUTANTS = (
         Mutant(name, old, new, TOUCHED_IN_HUGE_PAGES, "plain", "copying.c")
         for name, old, new in (
             ("there are small pages alone", "madvise(border, HUGE_PAGE, COLLAPSE);", "{}"),
-            ("the first page is not there", " || madvise(border, PAGE, POPULATE_WRITE)) return;", ") return;"),
+            ("no page is there", "madvise((void *)(last & -(uintptr_t)PAGE), PAGE, POPULATE_WRITE)", "last == 0"),
             ("what lies before is touched", "border < around->first || within", "within"),
             ("of the last one little is needed", "within < HUGE_PAGE - HUGE_PAGE / 4", "within < 1"),
             ("of the last one all is needed", "within < HUGE_PAGE - HUGE_PAGE / 4", "within < HUGE_PAGE"),
             ("the rest has no pages", "        while (madvise(memory + at, part, POPULATE_WRITE)) {", "        while (false) {"),
         )
+    ),
+    Mutant(
+        "nobody looks where a file ends",
+        "(within < HUGE_PAGE ? within : HUGE_PAGE) - 1",
+        "0",
+        ENDS_IN_A_HUGE_PAGE,
+        "plain",
+        "copying.c",
     ),
     Mutant("results come in small pages", "+= HUGE_PAGE) fetch_huge(border, around);", "+= HUGE_PAGE) {}", *IN_COPYING),
     Mutant("slices end anywhere", "    if (j->fresh) nbytes = to_border(c, c->begun);\n", "", WRITTEN_IN_HUGE_PAGES),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.build import COMPILER, ENGINE, NOT_TRIED, built, run
 from tests.huge_pages import gives_huge_pages
-from tests.mutants.engine.engines import MUTANTS, TOUCHED_IN_HUGE_PAGES, WRITTEN_IN_HUGE_PAGES, Mutant
+from tests.mutants.engine.engines import ENDS_IN_A_HUGE_PAGE, MUTANTS, TOUCHED_IN_HUGE_PAGES, WRITTEN_IN_HUGE_PAGES, Mutant
 from tests.side_by_side import chosen, side_by_side
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler: the engine's mutants were not tried")
@@ -34,6 +34,6 @@ def test_the_harness_sees_it(mutant: Mutant, is_seen: Callable[[Mutant], bool]) 
     assert (ENGINE / mutant.file).read_text().count(mutant.old) == 1
     if mutant.sanitizer in NOT_TRIED:
         pytest.skip(NOT_TRIED[mutant.sanitizer])
-    if mutant.test in (TOUCHED_IN_HUGE_PAGES, WRITTEN_IN_HUGE_PAGES) and not gives_huge_pages():
+    if mutant.test in (TOUCHED_IN_HUGE_PAGES, WRITTEN_IN_HUGE_PAGES, ENDS_IN_A_HUGE_PAGE) and not gives_huge_pages():
         pytest.skip("this system gives no huge pages")
     assert is_seen(mutant)
