@@ -120,6 +120,18 @@ def test_memory_is_in_huge_pages_and_asks_for_one_more_where_little_of_it_is_lef
     assert not mapped(address, room)
 
 
+def test_memory_that_is_mapped_with_what_is_small_is_in_huge_pages_too(backend: Locking) -> None:
+    host = HostPages(backend)
+    nbytes = 13 * MIB + 600 * KIB
+    large, small = host.map([nbytes, 4096])
+    # None is split where something is left over.
+    assert [piece.end - piece.start for piece in mappings(large, 14 * MIB)] == [4 * MIB, 4 * MIB, 4 * MIB, 2 * MIB]
+    host.lock(large)
+    assert huge_nbytes(large, nbytes) == (14 * MIB if gives_huge_pages() else 0)
+    for address in (large, small):
+        host.free(address)
+
+
 def test_much_memory_takes_fewer_mappings_of_which_a_process_may_have_only_so_many(
     backend: Locking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,12 +340,13 @@ def test_what_was_taken_since_the_system_was_asked_is_not_there_any_more(backend
 
 def test_what_is_mapped_and_not_locked_is_promised(backend: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages come one by one, and until then the system takes them for available."""
-    left = 20 * MIB
+    left = 21 * MIB
     monkeypatch.setattr(pages, "available_memory", lambda: left)
     monkeypatch.setattr(pages, "_available", (0.0, 0))
     monkeypatch.setattr(pages, "AVAILABLE_SECONDS", -1.0)
     host = HostPages(backend)
-    (address,) = host.map([15 * MIB])
+    # With what is left over of a huge page.
+    (address,) = host.map([15 * MIB + 600 * KIB])
     with pytest.raises(xferlib.AllocationError, match=r"6\.0 MiB of pinned memory could not be had: 5\.0 MiB are available"):
         host.map([6 * MIB])
     host.lock(address)

@@ -118,7 +118,7 @@ class HostPages:
         """Return the addresses of new memory, likewise, which is pageable until `lock`: all or none. Raises `AllocationError`."""
         total = sum(map(_room, sizes))
         # Some pages of memory that is not locked yet may not be there yet, and still look available.
-        taken = sum([nbytes for address, nbytes in self._mapped.copy().items() if address not in self._locked])
+        taken = sum([_room(nbytes) for address, nbytes in self._mapped.copy().items() if address not in self._locked])
         _check_available(total, taken)
         try:
             addresses = _map(sizes)
@@ -213,8 +213,9 @@ def _map(sizes: Sequence[int]) -> list[int]:
     holes = [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
     try:
         _fill(ours)
-        # Refused where the kernel has no huge pages; then there are none. What is smaller must not get one.
-        _ask_for_huge_pages([(first, total)] if min(sizes) >= HUGE else zip(addresses, sizes, strict=True))
+        # Refused where the kernel has no huge pages; then there are none. What is smaller must not get one. What is left over is
+        # asked for, too: the kernel splits a mapping that is asked for in part, and puts no huge page over both.
+        _ask_for_huge_pages([(first, total)] if min(sizes) >= HUGE else ours)
         _cut_off(holes)
     except BaseException:
         # Not as one: what is cut off already may be another thread's by now.

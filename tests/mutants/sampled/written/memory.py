@@ -20,6 +20,8 @@ MUTANTS = [
     (PAGES, "total = sum(map(_room, sizes))", "total = sum(sizes)"),
     (PAGES, "few = -(-(total + sum(list(_of_process.values()))) //", "few = -(-total //"),
     (PAGES, "        _of_process.pop(address, None)\n", ""),
+    (PAGES, "if min(sizes) >= HUGE else ours)", "if min(sizes) >= HUGE else zip(addresses, sizes, strict=True))"),
+    (PAGES, "taken = sum([_room(nbytes) for", "taken = sum([nbytes for"),
     (POOL, "elif collected and waits and looks < MOST_LOOKS and self.", "elif False and self."),
     (POOL, " and self._segments.used_nbytes > self._segments.arrays_nbytes:\n", ":\n"),
     (POOL, "if size > self.limit // PAGE * PAGE:", "if size > self.limit:"),
