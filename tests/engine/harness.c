@@ -2911,6 +2911,13 @@ static void puts_huge_pages_under_what_is_touched(void) {
     CHECK(xe_touch(memory, 6 * MIB) == 0 && memory[3 * MIB] == 7 && memory[4 * MIB] == 8);
     if (given) CHECK(huge_nbytes(memory, memory + 6 * MIB) == 2 * HUGE_PAGE);
     end_memory();
+    // Whoever wants small ones has them.
+    memory = new_memory();
+    bool refused = madvise(memory, 6 * MIB, MADV_NOHUGEPAGE) == 0;
+    CHECK(xe_touch(memory, 6 * MIB) == 0);
+    for (char *page = memory; page < memory + 6 * MIB; page += 4 * KIB) CHECK(is_there(page));
+    if (given && refused) CHECK(huge_nbytes(memory, memory + 6 * MIB) == 0);
+    end_memory();
 }
 
 // A huge page would lie behind the end of a file, too, and take what is written there, which is lost.

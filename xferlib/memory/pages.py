@@ -15,8 +15,7 @@ threads fetch their pages twice as fast.
 
 From Linux 6.1 on these pages can be huge, if somebody asks for each of them: the engine does, where memory is touched or filled.
 They must begin at the border of a huge page in memory and in the mapping. On an H200 machine ten threads fetched 4 GiB of them at
-39 GB/s, and of small ones at 14; the driver locked them in 0.10 s, not 0.14 to 0.23, and they were unmapped in 0.02 s, not 0.4 to
-0.7.
+39 GB/s, and of small ones at 14; the driver locked them in 0.10 s, not 0.14 to 0.23; they went in 0.02 s, not 0.4 to 0.7.
 """
 
 from __future__ import annotations
