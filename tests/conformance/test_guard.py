@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 from tests.children import run
 from tests.core.fakes import until
 from tests.side_by_side import side_by_side
-from xferlib.conformance import guard
+from xferlib.conformance import guard, guard_process
 
 Ended: TypeAlias = subprocess.CompletedProcess[str]
 
@@ -99,6 +100,40 @@ def test_a_guard_that_cannot_be_started_is_an_error_and_leaves_nothing_open(
         guard._Guard(1000)
     assert len(refused) == tries
     assert descriptors() == before
+
+
+@pytest.mark.parametrize(("went_on", "judged"), [(True, []), (False, ["a test"])], ids=["it went on", "it hangs"])
+def test_a_guard_that_was_kept_from_running_looks_where_the_run_is_now(
+    monkeypatch: pytest.MonkeyPatch, went_on: bool, judged: list[str]
+) -> None:
+    theirs, orders = os.pipe()
+    now, found = [0.0], list[str]()
+    os.write(orders, b"5 a test\n")
+    read = os.read
+
+    def read_late(*asked: int) -> bytes:
+        """Have more time than the test had gone by, and the run perhaps gone on, before it looks again."""
+        said = read(*asked)
+        if said == b"5 a test\n":
+            now[0] = 10.0
+            if went_on:
+                os.write(orders, b"15 the next test\n")
+        elif said:
+            os.close(orders)
+        return said
+
+    def end(run: int, what: str) -> None:
+        found.append(what)
+        os.close(orders)
+
+    with os.fdopen(theirs) as stdin, monkeypatch.context() as patched:
+        patched.setattr(guard_process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        patched.setattr(guard_process, "_end", end)
+        patched.setattr(sys, "stdin", stdin)
+        patched.setattr(sys, "argv", ["guard_process.py", str(os.getppid())])
+        patched.setattr(os, "read", read_late)
+        guard_process.main()
+    assert found == judged
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +228,7 @@ def test_a_child_that_is_deaf_is_ended_and_does_not_save_a_test_that_hangs_itsel
 
 RECORDING = """
 import pytest
-from xferlib.conformance import guard
+from xferlib.conformance import guard, guard_process
 
 class Recorder:
     def __init__(self):

@@ -66,18 +66,17 @@ def main() -> None:
     deadline, what = float("inf"), ""
     while os.getppid() == run:
         left = deadline - time.monotonic()
-        if left <= 0:
+        # Also where no time is left: this process may have been kept from running, and the run may be far beyond what it was at.
+        if select.select([sys.stdin], [], [], max(0.0, min(left, PERIOD_SECONDS)))[0]:
+            said = os.read(sys.stdin.fileno(), 1 << 16)
+            if not said:
+                return
+            # They come one at a time, unless this process was late.
+            seconds, _, what = said.decode().splitlines()[-1].partition(" ")
+            deadline = float(seconds)
+        elif left <= 0:
             _end(run, what)
             deadline = float("inf")
-            continue
-        if not select.select([sys.stdin], [], [], min(left, PERIOD_SECONDS))[0]:
-            continue
-        said = os.read(sys.stdin.fileno(), 1 << 16)
-        if not said:
-            return
-        # They come one at a time, unless this process was late.
-        seconds, _, what = said.decode().splitlines()[-1].partition(" ")
-        deadline = float(seconds)
 
 
 def _end(run: int, what: str) -> None:
