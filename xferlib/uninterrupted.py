@@ -12,10 +12,9 @@ import gc
 import os
 import threading
 from _thread import get_ident, start_new_thread
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from queue import SimpleQueue
+from contextlib import contextmanager
 from typing import TypeVar, TypeVarTuple
 
 from xferlib.errors import BackendUnavailableError
@@ -27,13 +26,12 @@ FINALIZER_SECONDS = 2.0
 """How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
 or may be the one that was."""
 
+NO_THREAD = (RuntimeError, MemoryError)
+"""What Python raises where it starts no thread."""
+
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
-_to_start: SimpleQueue[tuple[threading.Thread, Callable[[RuntimeError], object]]] = SimpleQueue()
-_free_starters: deque[None] = deque()
-"""Has an entry if the thread that starts others waits for the next, and nobody counts on it yet."""
-_starting = False
 _over = False
 _main = threading.main_thread().ident
 """The thread that interrupts come to. In a forked child this is the thread that forked."""
@@ -62,37 +60,19 @@ def finalizer_timeout() -> float | None:
     return FINALIZER_SECONDS if collects() else None
 
 
-def start_thread(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
+def start_thread(thread: threading.Thread, refused: Callable[[Exception], object]) -> None:
     """Start a thread where no interrupt comes, without waiting for it: an interrupted `Thread.start` leaves a lock held.
 
-    If there can be no more threads, `refused` is called with the error, on another thread; where the program ends, perhaps on this.
+    If there can be no more threads, `refused` is called with the error, perhaps on this thread.
     """
-    global _starting
-    if not _starting:
-        # In this order: after an interrupt in between a second one is started, which does no harm. In the other order callers might
-        # wait for a thread that was never started.
-        try:
-            start_new_thread(_start_others, ())
-        except RuntimeError as error:
-            if not ends_program(error):
-                raise
-            refused(error)
-            return
-        _starting = True
-    else:
-        try:
-            # An interrupt from here on leaves it waiting: then others are started as below.
-            _free_starters.pop()
-        except IndexError:
-            # It is in the middle of a start. Perhaps a finalizer has stopped it there, or the new thread, and waits for this one.
-            # If there can be no more threads, its turn comes.
-            with suppress(RuntimeError):
-                start_new_thread(_start_one, (thread, refused))
-                return
-    _to_start.put((thread, refused))
+    # By another thread for each, none that is kept: a finalizer may stop it in the middle of the start, and wait for the next.
+    try:
+        start_new_thread(_start, (thread, refused))
+    except NO_THREAD as error:
+        refused(error)
 
 
-def ends_program(error: RuntimeError) -> bool:
+def ends_program(error: Exception) -> bool:
     """Tell whether a thread was refused since the program ends. Python 3.12 starts none in handlers of `atexit`, 3.13 does."""
     return "interpreter shutdown" in str(error)
 
@@ -115,7 +95,8 @@ def uninterrupted(call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Call, and return what it returns, or raise what it raises. If the caller is interrupted, the call still goes on to its end.
 
     In a finalizer that the collector runs, the call is made at once, on this thread. Another thread could wait for a lock of
-    whatever the main thread was doing when the collection began; and no interrupt gets out of a finalizer.
+    whatever the main thread was doing when the collection began; and no interrupt gets out of a finalizer. Where there can be no
+    more threads it is made on this one, too, and an interrupt may cut it: memory that is given back makes room for threads.
     """
     if _over or get_ident() != _main or collects():
         return call(*arguments)
@@ -149,17 +130,10 @@ def _called(call: Callable[[*Arguments], T], arguments: tuple[*Arguments]) -> T:
     return call(*arguments)
 
 
-def _start_others() -> None:
-    threading.current_thread().name = "xferlib-starter"
-    while True:
-        _start_one(*_to_start.get())
-        _free_starters.append(None)
-
-
-def _start_one(thread: threading.Thread, refused: Callable[[RuntimeError], object]) -> None:
+def _start(thread: threading.Thread, refused: Callable[[Exception], object]) -> None:
     try:
         thread.start()
-    except RuntimeError as error:
+    except NO_THREAD as error:
         refused(error)
 
 
@@ -170,10 +144,9 @@ def _note_exit() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: there is no thread."""
-    global _starting, _main, _to_start
-    _starting, _main, _to_start = False, get_ident(), SimpleQueue()
-    _free_starters.clear()
+    """In a forked child its only thread is the one that interrupts come to."""
+    global _main
+    _main = get_ident()
 
 
 atexit.register(_note_exit)

@@ -746,24 +746,18 @@ def no_threads(refusal: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["nothing was started", "something was started"])
-def test_where_python_starts_no_threads_since_the_program_ends_no_stager_is_opened(
-    monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
+def test_where_python_starts_no_threads_since_the_program_ends_no_stager_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     # As Python from 3.12 on refuses them in handlers of atexit.
     refuse = no_threads("can't create new thread at interpreter shutdown")
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(uninterrupted, "start_new_thread", refuse)
-    if first:
-        monkeypatch.setattr(uninterrupted, "_starting", False)
     with pytest.raises(xferlib.BackendUnavailableError, match=r"the program ends, .*Open it, .*before the end") as caught:
         xferlib.stager("host")
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["nothing was started", "something was started"])
 def test_where_python_starts_no_threads_since_the_program_ends_a_stager_is_closed_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, first: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stager = xferlib.stager("host")
     memory = stager.backend.memory  # type: ignore[attr-defined]  # The host backend's.
@@ -771,9 +765,6 @@ def test_where_python_starts_no_threads_since_the_program_ends_a_stager_is_close
     refuse = no_threads("can't create new thread at interpreter shutdown")
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(uninterrupted, "start_new_thread", refuse)
-    if first:
-        # As where the stager was opened on another thread, from which no interrupt keeps anything.
-        monkeypatch.setattr(uninterrupted, "_starting", False)
     del kept
     stager.close()
     assert memory.calls().device_allocations == memory.calls().device_frees == 1
@@ -783,10 +774,6 @@ def test_threads_that_the_system_has_no_room_for_are_no_end_of_the_program(monke
     monkeypatch.setattr(threading.Thread, "start", no_threads("can't start new thread"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         xferlib.stager("host")
-    monkeypatch.setattr(uninterrupted, "start_new_thread", no_threads("can't start new thread"))
-    monkeypatch.setattr(uninterrupted, "_starting", False)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        uninterrupted.uninterrupted(pytest.fail, "called")
 
 
 def test_a_stager_that_another_thread_has_opened_is_usable_and_closed_as_the_interpreter_ends() -> None:

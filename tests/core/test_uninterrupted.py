@@ -6,14 +6,16 @@ import gc
 import signal
 import threading
 import weakref
+from typing import NoReturn
 
 import pytest
 
 from tests.core.fakes import WATCHDOG, on_thread, succeeds, until
+from xferlib import uninterrupted as steps
 from xferlib.uninterrupted import start_thread, uninterrupted
 
 
-def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
+def test_the_start_of_a_thread_that_was_interrupted_leaves_nothing_to_others() -> None:
     succeeds(
         """
         from xferlib import uninterrupted as steps
@@ -35,7 +37,7 @@ def test_a_starter_of_threads_that_was_interrupted_is_started_again() -> None:
     )
 
 
-def test_a_finalizer_on_the_thread_that_starts_others_may_wait_for_a_new_one() -> None:
+def test_a_finalizer_in_the_middle_of_the_start_of_a_thread_may_wait_for_a_new_one() -> None:
     inside, started = threading.Event(), threading.Event()
 
     class Finalizes(threading.Thread):
@@ -46,14 +48,44 @@ def test_a_finalizer_on_the_thread_that_starts_others_may_wait_for_a_new_one() -
             assert inside.wait(WATCHDOG)
             super().start()
 
-    def starters() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name == "xferlib-starter"]
-
-    assert uninterrupted(int) == 0
-    before = starters()
     start_thread(Finalizes(target=started.set), lambda error: None)
     assert started.wait(WATCHDOG)
-    assert starters() == before
+
+
+def test_a_start_does_not_wait_for_another_that_never_ends() -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    class Stuck(threading.Thread):
+        def start(self) -> None:
+            begun.set()
+            assert gate.wait(WATCHDOG)
+            super().start()
+
+    ended = threading.Event()
+    start_thread(Stuck(target=ended.set), lambda error: None)
+    assert begun.wait(WATCHDOG)
+    assert uninterrupted(int) == 0
+    gate.set()
+    assert ended.wait(WATCHDOG)
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+@pytest.mark.parametrize("where", ["the thread", "the thread that starts it"])
+def test_where_there_can_be_no_more_threads_the_call_is_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception, where: str
+) -> None:
+    """It may give back what the next thread needs."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise refusal
+
+    if where == "the thread":
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    else:
+        monkeypatch.setattr(steps, "start_new_thread", refuse)
+    called: list[int] = []
+    uninterrupted(called.append, 1)
+    assert called == [1]
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:

@@ -291,8 +291,6 @@ def test_where_python_starts_no_threads_since_the_program_ends_no_loop_opens_sta
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         patch.setattr(uninterrupted, "start_new_thread", refuse)
-        # Nothing of ours was started yet.
-        patch.setattr(uninterrupted, "_starting", False)
         patch.setattr(_stagers._SHARED, "_thread", None)
         with pytest.raises(xferlib.BackendUnavailableError, match="begin the first loop or save, before the end"):
             xferlib_jax.prefetch([], over("a"))

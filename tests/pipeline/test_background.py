@@ -67,9 +67,8 @@ def test_what_the_two_sides_tell_each_other_does_not_pile_up() -> None:
     shared.close()
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["nothing was started", "something was started"])
 def test_where_python_starts_no_threads_since_the_program_ends_a_loop_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, first: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Python 3.12 does in handlers of `atexit`."""
 
@@ -80,8 +79,6 @@ def test_where_python_starts_no_threads_since_the_program_ends_a_loop_says_what_
         with monkeypatch.context() as ended:
             ended.setattr(threading.Thread, "start", refuse)
             ended.setattr(uninterrupted, "start_new_thread", refuse)
-            if first:
-                ended.setattr(uninterrupted, "_starting", False)
             batches = xferlib.prefetch([batch(0)], stager)
             with pytest.raises(xferlib.XferError, match=r"the program ends, .* with stager\.put") as told:
                 next(batches)

@@ -170,9 +170,9 @@ class SourceThread(Generic[T]):
         if waiting and not self.items:
             LOG.call("source", "next batch of the source", max(asked, min(waiting)))
 
-    def refused(self, error: RuntimeError) -> None:
+    def refused(self, error: Exception) -> None:
         """Tell takers that there is no thread. Any thread."""
-        told: Exception = error
+        told = error
         if ends_program(error):
             told = XferError(NO_LOOP)
             told.__cause__ = error

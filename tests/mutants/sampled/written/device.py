@@ -8,12 +8,13 @@ DEVICE, TICKETS, UNINTERRUPTED = "xferlib/memory/device_pool.py", "xferlib/ticke
 TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
+    (UNINTERRUPTED, "(RuntimeError, MemoryError)", "(RuntimeError,)"),
+    (UNINTERRUPTED, "        start_new_thread(_start, (thread, refused))\n", "        _start(thread, refused)\n"),
     (
         UNINTERRUPTED,
-        "            if not ends_program(error):\n                raise\n            refused",
-        "            raise\n            refused",
+        "        start_new_thread(_start, (thread, refused))\n    except NO_THREAD as error:\n        refused(error)\n",
+        "        start_new_thread(_start, (thread, refused))\n    finally:\n        pass\n",
     ),
-    (UNINTERRUPTED, "            if not ends_program(error):\n                raise\n            refused", "            refused"),
     (DEVICE, "        if self._doomed:\n            self._free_doomed()\n        leases", "        leases"),
     (DEVICE, "return self._counted(self._rows)", "return sum([row.nbytes for row in list(self._rows.values())])"),
     (TABLE, "(self._growing | entered).values()", "[*self._growing.values(), *entered.values()]"),
