@@ -135,7 +135,7 @@ class Gated:
         self.backend.inner.copy_h2d(dst, src, nbytes)
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+def until(true: Callable[[], bool], seconds: float = WATCHDOG) -> bool:
     """Wait for what is bound to come, and tell whether it came."""
     deadline = time.monotonic() + seconds
     while not true():

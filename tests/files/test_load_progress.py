@@ -9,6 +9,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -312,8 +313,11 @@ def test_what_is_not_alike_is_refused_before_anything_is_put(stager: Stager, pat
 
 def descriptors(path: Path) -> int:
     """Return how often this process has the file open, or mapped."""
-    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    opened = sum(os.path.exists(link) and os.path.samefile(link, path) for link in links)
+    opened = 0
+    for name in os.listdir("/proc/self/fd"):
+        # Other threads close theirs meanwhile.
+        with suppress(FileNotFoundError):
+            opened += os.path.samefile(f"/proc/self/fd/{name}", path)
     return opened + Path("/proc/self/maps").read_text().count(str(path))
 
 
