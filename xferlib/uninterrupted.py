@@ -26,9 +26,6 @@ FINALIZER_SECONDS = 2.0
 """How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
 or may be the one that was."""
 
-NO_THREAD = (RuntimeError, MemoryError)
-"""What Python raises where it starts no thread."""
-
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
@@ -60,19 +57,23 @@ def finalizer_timeout() -> float | None:
     return FINALIZER_SECONDS if collects() else None
 
 
-def start_thread(thread: threading.Thread, refused: Callable[[Exception], object]) -> None:
+def start_thread(thread: threading.Thread, refused: Callable[[BaseException], object]) -> None:
     """Start a thread where no interrupt comes, without waiting for it: an interrupted `Thread.start` leaves a lock held.
 
-    If there can be no more threads, `refused` is called with the error, perhaps on this thread.
+    If there can be no more threads, `refused` is called with the error, perhaps on this thread. Where memory is short the thread
+    may run all the same: what both do is to be done by the first.
     """
     # By another thread for each, none that is kept: a finalizer may stop it in the middle of the start, and wait for the next.
     try:
         start_new_thread(_start, (thread, refused))
-    except NO_THREAD as error:
+    except (RuntimeError, MemoryError) as error:
+        # A signal's handler may raise such errors, too, behind the start or in its place.
+        if type(error) is not MemoryError and "new thread" not in str(error):
+            raise
         refused(error)
 
 
-def ends_program(error: Exception) -> bool:
+def ends_program(error: BaseException) -> bool:
     """Tell whether a thread was refused since the program ends. Python 3.12 starts none in handlers of `atexit`, 3.13 does."""
     return "interpreter shutdown" in str(error)
 
@@ -107,6 +108,9 @@ def uninterrupted(call: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     ended = Latch()
 
     def run() -> None:
+        if not calls:
+            # The thread runs, although it was refused.
+            return
         try:
             outcome.append((_called(*calls.pop()), None))
         except BaseException as error:
@@ -130,10 +134,10 @@ def _called(call: Callable[[*Arguments], T], arguments: tuple[*Arguments]) -> T:
     return call(*arguments)
 
 
-def _start(thread: threading.Thread, refused: Callable[[Exception], object]) -> None:
+def _start(thread: threading.Thread, refused: Callable[[BaseException], object]) -> None:
     try:
         thread.start()
-    except NO_THREAD as error:
+    except BaseException as error:  # Whatever it is, nobody must wait for ever.
         refused(error)
 
 

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import signal
 import threading
 import weakref
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 
-from tests.core.fakes import WATCHDOG, on_thread, succeeds, until
+from tests.core.fakes import WATCHDOG, on_thread, until
 from xferlib import uninterrupted as steps
 from xferlib.uninterrupted import start_thread, uninterrupted
 
 
-def test_the_start_of_a_thread_that_was_interrupted_leaves_nothing_to_others() -> None:
-    succeeds(
-        """
-        from xferlib import uninterrupted as steps
-        start, cut = steps.start_new_thread, []
+class Timeout(RuntimeError):
+    """What the handler of a signal may raise."""
 
-        def interrupted(call, arguments):
-            if not cut:
-                cut.append(call)
-                raise KeyboardInterrupt
-            return start(call, arguments)
 
-        steps.start_new_thread = interrupted
-        try:
-            steps.uninterrupted(int)
-        except KeyboardInterrupt:
-            pass
-        assert steps.uninterrupted(int) == 0
-        """
-    )
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Timeout("too late")], ids=repr)
+@pytest.mark.parametrize("starts", [True, False], ids=["behind the start", "in its place"])
+def test_an_interrupt_at_the_start_of_a_thread_is_told_and_takes_nothing_from_the_next(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, starts: bool
+) -> None:
+    start = _thread.start_new_thread
+
+    def interrupted(*call: Any) -> NoReturn:
+        if starts:
+            start(*call)
+        raise error
+
+    called: list[int] = []
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+        patched.setattr(steps, "start_new_thread", interrupted)
+        uninterrupted(called.append, 1)
+    uninterrupted(called.append, 2)
+    assert until(lambda: sorted(called) == ([1, 2] if starts else [2]))
 
 
 def test_a_finalizer_in_the_middle_of_the_start_of_a_thread_may_wait_for_a_new_one() -> None:
@@ -69,23 +73,55 @@ def test_a_start_does_not_wait_for_another_that_never_ends() -> None:
     assert ended.wait(WATCHDOG)
 
 
+def refuse_with(error: BaseException) -> Callable[..., NoReturn]:
+    def refuse(*_: object) -> NoReturn:
+        raise error
+
+    return refuse
+
+
 @pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
-@pytest.mark.parametrize("where", ["the thread", "the thread that starts it"])
 def test_where_there_can_be_no_more_threads_the_call_is_made_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, refusal: Exception, where: str
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
     """It may give back what the next thread needs."""
-
-    def refuse(*_: object) -> NoReturn:
-        raise refusal
-
-    if where == "the thread":
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-    else:
-        monkeypatch.setattr(steps, "start_new_thread", refuse)
+    monkeypatch.setattr(steps, "start_new_thread", refuse_with(refusal))
     called: list[int] = []
     uninterrupted(called.append, 1)
     assert called == [1]
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError(), SystemExit()], ids=repr)
+def test_whatever_keeps_the_thread_from_its_start_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, refusal: BaseException
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", refuse_with(refusal))
+    called: list[int] = []
+    uninterrupted(called.append, 1)
+    assert called == [1]
+
+
+def test_a_thread_that_runs_although_it_was_refused_does_nothing_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes memory behind the start, too."""
+    start, ended = threading.Thread.start, threading.Event()
+
+    def started_and_refused(thread: threading.Thread) -> NoReturn:
+        start(thread)
+        ended.set()
+        raise MemoryError
+
+    monkeypatch.setattr(threading.Thread, "start", started_and_refused)
+    called: list[int] = []
+
+    def call(number: int) -> int:
+        called.append(number)
+        return number
+
+    for number in range(20):
+        assert uninterrupted(call, number) == number
+        assert ended.wait(WATCHDOG)
+        ended.clear()
+    assert called == [*range(20)]
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:

@@ -224,6 +224,39 @@ def test_a_thread_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) ->
     items.close()
 
 
+@pytest.mark.parametrize("first", ["it runs", "it is refused"])
+def test_a_thread_that_runs_although_it_was_refused_gives_all_or_nothing(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """Python takes memory behind the start of a thread, too."""
+    start, asked = threading.Thread.start, threading.Event()
+
+    def source() -> Iterator[int]:
+        asked.set()
+        yield from range(3)
+
+    def started_and_refused(thread: threading.Thread) -> NoReturn:
+        if first == "it runs":
+            start(thread)
+            assert asked.wait(PATIENCE)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", started_and_refused)
+        items = background.BackgroundIterator(source(), lambda box, clock: box[0], depth=1)
+        if first == "it is refused":
+            until(lambda: items._shared.ended)
+    if first == "it runs":
+        assert list(iter(items.take, None)) == [0, 1, 2]
+    else:
+        items._thread.start()
+        items._thread.join(PATIENCE)
+        with pytest.raises(MemoryError):
+            items.take()
+        with pytest.raises(StopIteration):
+            items.take()
+        assert not asked.is_set()
+    items.close()
+
+
 def test_an_error_that_was_told_is_held_by_nobody() -> None:
     def source() -> Iterator[int]:
         raise Lost

@@ -170,8 +170,12 @@ class SourceThread(Generic[T]):
         if waiting and not self.items:
             LOG.call("source", "next batch of the source", max(asked, min(waiting)))
 
-    def refused(self, error: Exception) -> None:
+    def refused(self, error: BaseException) -> None:
         """Tell takers that there is no thread. Any thread."""
+        work, self.work = self.work, None
+        if work is None:
+            # There is: it has begun.
+            return
         told = error
         if ends_program(error):
             told = XferError(NO_LOOP)

@@ -8,13 +8,12 @@ DEVICE, TICKETS, UNINTERRUPTED = "xferlib/memory/device_pool.py", "xferlib/ticke
 TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
-    (UNINTERRUPTED, "(RuntimeError, MemoryError)", "(RuntimeError,)"),
+    (UNINTERRUPTED, "(RuntimeError, MemoryError)", "RuntimeError"),
+    (UNINTERRUPTED, '        if type(error) is not MemoryError and "new thread" not in str(error):\n            raise\n', ""),
     (UNINTERRUPTED, "        start_new_thread(_start, (thread, refused))\n", "        _start(thread, refused)\n"),
-    (
-        UNINTERRUPTED,
-        "        start_new_thread(_start, (thread, refused))\n    except NO_THREAD as error:\n        refused(error)\n",
-        "        start_new_thread(_start, (thread, refused))\n    finally:\n        pass\n",
-    ),
+    (UNINTERRUPTED, "            raise\n        refused(error)\n", "            raise\n        raise\n"),
+    (UNINTERRUPTED, "except BaseException as error:  # Whatever", "except Exception as error:  # Whatever"),
+    (UNINTERRUPTED, "        if not calls:\n            # The thread runs, although it was refused.\n            return\n", ""),
     (DEVICE, "        if self._doomed:\n            self._free_doomed()\n        leases", "        leases"),
     (DEVICE, "return self._counted(self._rows)", "return sum([row.nbytes for row in list(self._rows.values())])"),
     (TABLE, "(self._growing | entered).values()", "[*self._growing.values(), *entered.values()]"),

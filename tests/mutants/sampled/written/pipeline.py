@@ -25,6 +25,12 @@ RING, BACKGROUND, THREAD, PREFETCH, DRAIN, USERS, STREAM, REPORT, CLOCK, BILL, R
 MUTANTS = [
     (ONE_PASS, "isinstance(source, GeneratorType | OnePass)", "isinstance(source, GeneratorType)"),
     (THREAD, "        if ends_program(error):\n", "        if False:\n"),
+    (THREAD, "        if work is None:\n            # There is: it has begun.\n            return\n", ""),
+    (
+        THREAD,
+        "        work, self.work = self.work, None\n        if work is None:\n            # There",
+        "        if self.work is None:\n            # There",
+    ),
     (PREFETCH, "if warn is not None and not self._background.begun:", "if warn is not None:"),
     (PREFETCH, "if warn is not None and not self._background.begun:", "if False:"),
     (DRAINED, "if self._if_empty is not None and not self._drain.taken:", "if self._if_empty is not None:"),
