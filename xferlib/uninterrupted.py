@@ -20,7 +20,7 @@ from typing import TypeVar, TypeVarTuple
 from xferlib.errors import BackendUnavailableError
 from xferlib.latch import Latch
 
-__all__ = ["collects", "ends_program", "finalizer_timeout", "opening", "start_thread", "uninterrupted"]
+__all__ = ["collects", "ends_program", "finalizer_timeout", "is_refusal", "opening", "start_thread", "uninterrupted"]
 
 FINALIZER_SECONDS = 2.0
 """How long a finalizer that the collector runs waits for a thread of ours: that may wait for what was stopped in the middle by it,
@@ -67,10 +67,14 @@ def start_thread(thread: threading.Thread, refused: Callable[[BaseException], ob
     try:
         start_new_thread(_start, (thread, refused))
     except (RuntimeError, MemoryError) as error:
-        # A signal's handler may raise such errors, too, behind the start or in its place.
-        if type(error) is not MemoryError and "new thread" not in str(error):
+        if not is_refusal(error):
             raise
         refused(error)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Tell whether Python has raised this where it starts no thread. A signal's handler may raise errors of the same types."""
+    return type(error) is MemoryError or "new thread" in str(error)
 
 
 def ends_program(error: BaseException) -> bool:

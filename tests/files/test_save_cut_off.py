@@ -250,21 +250,26 @@ def test_an_interrupt_at_any_point_of_a_save_that_the_call_writes_leaves_nothing
     at_rest(stager)
 
 
+class Timeout(RuntimeError):
+    """What the handler of a signal may raise."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Timeout])
 def test_an_interrupt_while_the_threads_start_leaves_the_save_going_on(
-    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     array = there(stager, np.arange(1000))
 
     def interrupted(call: Any, arguments: tuple[()]) -> None:
         call()
-        raise KeyboardInterrupt
+        raise error
 
     def too_early(call: Any, arguments: tuple[()]) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     for number, start in enumerate((interrupted, too_early)):
         monkeypatch.setattr(writing, "start_new_thread", start)
-        with pytest.raises(KeyboardInterrupt) as raised:
+        with pytest.raises(error) as raised:
             xferlib.save(tmp_path / f"s_{number}.npy", array, stager)
         monkeypatch.undo()
         # What was raised leads to the save that was not started: it is in nobody's way.

@@ -28,6 +28,7 @@ from xferlib.files.sharded import ShardedReader
 from xferlib.files.temporary import BORDER, TemporaryFile
 from xferlib.latch import give_way
 from xferlib.memory.arrays import Array, address_of
+from xferlib.uninterrupted import is_refusal
 
 __all__ = ["Writing"]
 
@@ -92,7 +93,9 @@ class Writing:
         """Have a thread start the others: it takes one call in C, which an interrupt does not cut. False: the system has none."""
         try:
             start_new_thread(self._start_threads, ())
-        except RuntimeError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_refusal(error):
+                raise
             return False
         return True
 

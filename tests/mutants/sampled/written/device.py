@@ -9,7 +9,8 @@ TABLE, IDLE = "xferlib/memory/table.py", "xferlib/memory/idle_blocks.py"
 
 MUTANTS = [
     (UNINTERRUPTED, "(RuntimeError, MemoryError)", "RuntimeError"),
-    (UNINTERRUPTED, '        if type(error) is not MemoryError and "new thread" not in str(error):\n            raise\n', ""),
+    (UNINTERRUPTED, "        if not is_refusal(error):\n            raise\n", ""),
+    (UNINTERRUPTED, 'type(error) is MemoryError or "new thread" in str(error)', '"new thread" in str(error)'),
     (UNINTERRUPTED, "        start_new_thread(_start, (thread, refused))\n", "        _start(thread, refused)\n"),
     (UNINTERRUPTED, "            raise\n        refused(error)\n", "            raise\n        raise\n"),
     (UNINTERRUPTED, "except BaseException as error:  # Whatever", "except Exception as error:  # Whatever"),

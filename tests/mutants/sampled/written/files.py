@@ -66,6 +66,7 @@ MUTANTS = [
     ),
     (READER, "arrays[self._unread[arrays] == 0]", "arrays"),
     (PACE, "if self._weight < LEAST_WEIGHT:", "if False:"),
+    (WRITING, "            if not is_refusal(error):\n                raise\n", ""),
     (WRITING, "max(2, min(THREADS_TO_MAP, cores), cores * 5 // 8)", "max(2, cores)"),
     (WRITING, "max(2, min(THREADS_TO_MAP, cores), cores * 5 // 8)", "max(2, cores * 5 // 8)"),
     (WRITING, "            finally:\n                self._pace.reads.put(None)\n", "            finally:\n                pass\n"),
