@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.core.fakes import WATCHDOG, on_thread, until
+from tests.core.fakes import WATCHDOG, on_thread, succeeds, until
 from xferlib import uninterrupted as steps
 from xferlib.uninterrupted import start_thread, uninterrupted
 
@@ -143,6 +143,25 @@ def test_an_interrupt_ends_the_waiting_and_not_the_call() -> None:
     assert not ended.is_set()
     gate.set()
     assert ended.wait(WATCHDOG)
+
+
+def test_in_a_forked_child_the_thread_that_forked_is_the_one_that_interrupts_come_to() -> None:
+    succeeds("""
+        import os, threading
+        from xferlib.uninterrupted import uninterrupted
+
+        def fork() -> None:
+            child = os.fork()
+            if child == 0:
+                os._exit(uninterrupted(threading.get_ident) == threading.get_ident())
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        codes: list[int] = []
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        assert codes == [0]
+    """)
 
 
 def test_a_finalizer_that_the_collector_runs_needs_no_other_thread() -> None:

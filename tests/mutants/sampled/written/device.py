@@ -15,6 +15,7 @@ MUTANTS = [
     (UNINTERRUPTED, "            raise\n        refused(error)\n", "            raise\n        raise\n"),
     (UNINTERRUPTED, "except BaseException as error:  # Whatever", "except Exception as error:  # Whatever"),
     (UNINTERRUPTED, "        if not calls:\n            # The thread runs, although it was refused.\n            return\n", ""),
+    (UNINTERRUPTED, "os.register_at_fork(after_in_child=_forget)\n", ""),
     (DEVICE, "        if self._doomed:\n            self._free_doomed()\n        leases", "        leases"),
     (DEVICE, "return self._counted(self._rows)", "return sum([row.nbytes for row in list(self._rows.values())])"),
     (TABLE, "(self._growing | entered).values()", "[*self._growing.values(), *entered.values()]"),
