@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from xferlib_host import open_stager
 
@@ -24,6 +24,19 @@ T = TypeVar("T")
 
 WATCHDOG = 20.0
 """Seconds after which a gate opens by itself, so that a failing test ends."""
+
+
+class Timeout(RuntimeError):
+    """What the handler of a signal may raise."""
+
+
+def always_raises(kind: type[BaseException], *words: str) -> Callable[..., NoReturn]:
+    """Return a function that raises such an error, whatever it is called with: a new one each time, which keeps nobody's frames."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise kind(*words)
+
+    return refuse
 
 
 @contextmanager

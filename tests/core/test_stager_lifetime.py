@@ -7,18 +7,18 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import WATCHDOG, Tampered, held, on_thread, run_python, succeeds, tampered, until
+from tests.core.fakes import WATCHDOG, Tampered, always_raises, held, on_thread, run_python, succeeds, tampered, until
 from xferlib import uninterrupted
 from xferlib.callers import COLLECTS_ANYWHERE, wait_for_callers
 from xferlib.ledger import all_ledgers
@@ -737,18 +737,9 @@ def test_a_closed_stager_is_entered_by_nobody() -> None:
         pytest.fail("entered")
 
 
-def no_threads(refusal: str) -> Callable[..., NoReturn]:
-    """Stand for whatever starts a thread where there can be no more."""
-
-    def refuse(*_: object) -> NoReturn:
-        raise RuntimeError(refusal)
-
-    return refuse
-
-
 def test_where_python_starts_no_threads_since_the_program_ends_no_stager_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     # As Python from 3.12 on refuses them in handlers of atexit.
-    refuse = no_threads("can't create new thread at interpreter shutdown")
+    refuse = always_raises(RuntimeError, "can't create new thread at interpreter shutdown")
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(uninterrupted, "start_new_thread", refuse)
     with pytest.raises(xferlib.BackendUnavailableError, match=r"the program ends, .*Open it, .*before the end") as caught:
@@ -762,7 +753,7 @@ def test_where_python_starts_no_threads_since_the_program_ends_a_stager_is_close
     stager = xferlib.stager("host")
     memory = stager.backend.memory  # type: ignore[attr-defined]  # The host backend's.
     kept = stager.put(np.ones(10)).result()
-    refuse = no_threads("can't create new thread at interpreter shutdown")
+    refuse = always_raises(RuntimeError, "can't create new thread at interpreter shutdown")
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(uninterrupted, "start_new_thread", refuse)
     del kept
@@ -771,7 +762,7 @@ def test_where_python_starts_no_threads_since_the_program_ends_a_stager_is_close
 
 
 def test_threads_that_the_system_has_no_room_for_are_no_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", no_threads("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", always_raises(RuntimeError, "can't start new thread"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         xferlib.stager("host")
 

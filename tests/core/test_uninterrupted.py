@@ -7,18 +7,13 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 
-from tests.core.fakes import WATCHDOG, on_thread, succeeds, until
+from tests.core.fakes import WATCHDOG, Timeout, always_raises, on_thread, succeeds, until
 from xferlib import uninterrupted as steps
 from xferlib.uninterrupted import start_thread, uninterrupted
-
-
-class Timeout(RuntimeError):
-    """What the handler of a signal may raise."""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Timeout("too late")], ids=repr)
@@ -73,29 +68,22 @@ def test_a_start_does_not_wait_for_another_that_never_ends() -> None:
     assert ended.wait(WATCHDOG)
 
 
-def refuse_with(error: BaseException) -> Callable[..., NoReturn]:
-    def refuse(*_: object) -> NoReturn:
-        raise error
-
-    return refuse
-
-
-@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+@pytest.mark.parametrize("refusal", [(RuntimeError, "can't start new thread"), (MemoryError,)], ids=str)
 def test_where_there_can_be_no_more_threads_the_call_is_made_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, refusal: Exception
+    monkeypatch: pytest.MonkeyPatch, refusal: tuple[Any, ...]
 ) -> None:
     """It may give back what the next thread needs."""
-    monkeypatch.setattr(steps, "start_new_thread", refuse_with(refusal))
+    monkeypatch.setattr(steps, "start_new_thread", always_raises(*refusal))
     called: list[int] = []
     uninterrupted(called.append, 1)
     assert called == [1]
 
 
-@pytest.mark.parametrize("refusal", [RuntimeError("can't start new thread"), MemoryError(), SystemExit()], ids=repr)
+@pytest.mark.parametrize("refusal", [(RuntimeError, "can't start new thread"), (MemoryError,), (SystemExit,)], ids=str)
 def test_whatever_keeps_the_thread_from_its_start_nobody_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch, refusal: BaseException
+    monkeypatch: pytest.MonkeyPatch, refusal: tuple[Any, ...]
 ) -> None:
-    monkeypatch.setattr(threading.Thread, "start", refuse_with(refusal))
+    monkeypatch.setattr(threading.Thread, "start", always_raises(*refusal))
     called: list[int] = []
     uninterrupted(called.append, 1)
     assert called == [1]

@@ -22,13 +22,15 @@ import safetensors.numpy
 import xferlib
 from tests import children
 from tests.children import fork
-from tests.core.fakes import held, run_python, until
+from tests.core.fakes import Timeout, always_raises, held, run_python, until
 from tests.core.points import interrupted_at
 from tests.files.saves import MIB, at_rest, bits, only, same, there
 from xferlib.byte_reader import ByteReader
 from xferlib.files import outcome, writing
 from xferlib.files.temporary import SUFFIX, TemporaryFile
 from xferlib.stager import Stager
+
+NO_THREADS = always_raises(RuntimeError, "can't start new thread")
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(stager: Stager, tmp_path: Path) -> None:
@@ -119,9 +121,6 @@ def test_threads_that_the_system_has_not_are_done_without(
     array = there(stager, bits((MIB,), np.dtype(np.uint8)))
     start, left = threading.Thread.start, iter(range(max(0, started)))
 
-    def refuse_first(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     def refuse(thread: threading.Thread) -> None:
         if thread.name == "xferlib-save" and next(left, None) is None:
             raise RuntimeError("can't start new thread")
@@ -131,7 +130,7 @@ def test_threads_that_the_system_has_not_are_done_without(
     monkeypatch.setattr("xferlib.files.writing.usable_cores", lambda: 4)
     if started < 0:
         # Not even the one that starts the others: the call itself writes.
-        monkeypatch.setattr(writing, "start_new_thread", refuse_first)
+        monkeypatch.setattr(writing, "start_new_thread", NO_THREADS)
     save = xferlib.save(tmp_path / "a.npy", array, stager, memory=256 * 1024)
     assert save.done() or started >= 0
     same(np.load(save.result(20)), array)
@@ -144,15 +143,12 @@ def test_a_thread_that_is_interrupted_as_it_begins_to_read_reads_no_more(
 ) -> None:
     join = ByteReader.join
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     def interrupted(self: ByteReader) -> None:
         join(self)
         raise KeyboardInterrupt
 
     array = there(stager, np.arange(1000))
-    monkeypatch.setattr(writing, "start_new_thread", refuse)
+    monkeypatch.setattr(writing, "start_new_thread", NO_THREADS)
     monkeypatch.setattr(ByteReader, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         xferlib.save(tmp_path / "a.npy", array, stager)
@@ -163,16 +159,13 @@ def test_a_thread_that_is_interrupted_as_it_begins_to_read_reads_no_more(
 def test_an_interrupt_of_a_save_that_the_call_writes_leaves_the_old_file(
     stager: Stager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     def interrupted(self: TemporaryFile, data: memoryview, offset: int) -> None:
         raise KeyboardInterrupt
 
     array = there(stager, np.arange(1000))
     path = tmp_path / "a.npy"
     path.write_bytes(b"old")
-    monkeypatch.setattr(writing, "start_new_thread", refuse)
+    monkeypatch.setattr(writing, "start_new_thread", NO_THREADS)
     monkeypatch.setattr(TemporaryFile, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         xferlib.save(path, array, stager)
@@ -214,9 +207,6 @@ def test_an_interrupt_at_any_point_of_a_save_that_the_call_writes_leaves_nothing
 ) -> None:
     """No temporary file, no descriptor, nobody who waits; and the file is the old one or the whole new one."""
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     def descriptors() -> list[str]:
         """Of the folder, and of what is in it, there or deleted."""
         found = []
@@ -226,7 +216,7 @@ def test_an_interrupt_at_any_point_of_a_save_that_the_call_writes_leaves_nothing
                 found.append(os.readlink(f"/proc/self/fd/{number}"))
         return [path for path in found if path.startswith(str(tmp_path))]
 
-    monkeypatch.setattr(writing, "start_new_thread", refuse)
+    monkeypatch.setattr(writing, "start_new_thread", NO_THREADS)
     array = there(stager, np.arange(1000))
     path = tmp_path / f"a.{kind}"
     tree = {"a": array} if kind == "npz" else array
@@ -248,10 +238,6 @@ def test_an_interrupt_at_any_point_of_a_save_that_the_call_writes_leaves_nothing
             same(found["a"] if kind == "npz" else found, array)
     assert point > 150
     at_rest(stager)
-
-
-class Timeout(RuntimeError):
-    """What the handler of a signal may raise."""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Timeout])

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import xferlib
-from tests.core.fakes import held, on_thread, until
+from tests.core.fakes import always_raises, held, on_thread, until
 from tests.core.points import interrupted_at
 from tests.files.saves import DTYPES, MIB, at_rest, bits, held_writes, only
 from xferlib.byte_reader import ByteReader
@@ -543,11 +543,8 @@ def test_an_interrupt_at_any_point_leaves_nothing(
 ) -> None:
     """Of the call, where threads write the file and where it writes by itself."""
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     if by_itself:
-        monkeypatch.setattr(writing, "start_new_thread", refuse)
+        monkeypatch.setattr(writing, "start_new_thread", always_raises(RuntimeError, "can't start new thread"))
     array = bits((60, 30), np.dtype(np.uint16))
     path = tmp_path / "a.npy"
     within = ("files/save.py", "files/sharded.py", "files/regions.py", "files/writing.py")

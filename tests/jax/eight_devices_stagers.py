@@ -27,7 +27,7 @@ from xferlib_jax import _stagers
 
 import xferlib
 from tests import children
-from tests.core.fakes import on_thread
+from tests.core.fakes import always_raises, on_thread
 from tests.jax.eight_devices import MESH, assert_is, assert_nothing_is_held, nothing_left, over, random, stagers  # noqa: F401
 from tests.jax.garbage import Cycle, eventually
 from xferlib import uninterrupted
@@ -284,10 +284,7 @@ def test_where_one_stager_cannot_be_opened_the_others_serve_the_next_loop(monkey
 
 def test_where_python_starts_no_threads_since_the_program_ends_no_loop_opens_stagers(monkeypatch: pytest.MonkeyPatch) -> None:
     xferlib_jax.close()
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
+    refuse = always_raises(RuntimeError, "can't create new thread at interpreter shutdown")
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         patch.setattr(uninterrupted, "start_new_thread", refuse)

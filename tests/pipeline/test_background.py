@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 import xferlib
-from tests.core.fakes import on_thread
+from tests.core.fakes import always_raises, on_thread
 from tests.pipeline.failing import Lost
 from tests.pipeline.steps import PATIENCE, PutBy, batch, thread_of, until
 from xferlib import uninterrupted
@@ -71,10 +71,7 @@ def test_where_python_starts_no_threads_since_the_program_ends_a_loop_says_what_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Python 3.12 does in handlers of `atexit`."""
-
-    def refuse(*_: object) -> NoReturn:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
+    refuse = always_raises(RuntimeError, "can't create new thread at interpreter shutdown")
     with xferlib.stager("host") as stager:
         with monkeypatch.context() as ended:
             ended.setattr(threading.Thread, "start", refuse)
@@ -211,11 +208,8 @@ def test_an_iterator_that_is_made_has_begun(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_thread_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
+        patched.setattr(threading.Thread, "start", always_raises(RuntimeError, "can't start new thread"))
         items = background.BackgroundIterator(range(1), lambda box, clock: box[0], depth=1)
     with pytest.raises(RuntimeError, match="can't start"):
         items.take()
